@@ -28,18 +28,20 @@ from bitwright.core.numerics.integer_sums import fake_quantize_bias
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
-from bitwright.export.files.onnx_file import is_tensor
+from bitwright.export.files.onnx_file import is_tensor, let_go
 from bitwright.export.qdq.markers import Names, is_site, remove_unread, site_nodes, site_of
+from bitwright.methods.rounding.driver import Store
 from bitwright.methods.rounding.program import Program, Quantize, State, Step, run, run_step
 from bitwright.onnx.model.data import as_feeds
 from bitwright.onnx.model.graph import UNKNOWN
-from bitwright.onnx.model.session import open_session, run_session
+from bitwright.onnx.model.session import is_large, open_session, run_session
 from bitwright.onnx.model.view import measure_shapes
 from bitwright.onnx.simulation.marked_model import simulation_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.to_torch import RecurrentLayer, as_torch
 
 _MOST_STEPS = 20_000  # of one loop; a longer one is run by ONNX Runtime, as a single step
+_HELD = 1 << 26  # bytes of weights that are held in memory; the others are mapped from files
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
@@ -618,8 +620,9 @@ class OnnxSimulation:
     def __init__(self, sim: QuantizationSimModel) -> None:
         self.sim = sim
         self._recorded: list[Recorded] = []  # programs, the last one used first
+        self._weights = Store(_HELD)
         self._initializers = {
-            value: to_tensor(value.const_value.numpy()).clone()
+            value: self._kept(value.const_value)
             for value in sim.marked.graph.initializers.values()
             if value.const_value is not None and not value.is_graph_input()
         }
@@ -630,6 +633,13 @@ class OnnxSimulation:
         for site in sim.quantizers.values():
             if site.name in sim.constants and site.enabled and not site.quantizer.derived:
                 site.quantizer.observe_once(sim.constants[site.name])
+                let_go(sim.constants[site.name])
+
+    def _kept(self, tensor: ir.TensorProtocol) -> Tensor:
+        """A copy of an initializer, which :meth:`set_weight` may write into; of a large model it is mapped from a file."""
+        kept = self._weights.keep(to_tensor(tensor.numpy()))
+        let_go(tensor)
+        return kept
 
     def graph(self) -> Graph:
         """The graph of the simulation."""
@@ -696,7 +706,7 @@ class OnnxSimulation:
         tensor = ir.Tensor(np.asarray(array, order="C").astype(before.dtype), name=name)
         new = ir.Value(name=name, shape=source.shape, type=source.type, const_value=tensor)
         self.sim.marked.graph.register_initializer(new)
-        self._initializers[new] = to_tensor(tensor.numpy())
+        self._initializers[new] = self._kept(tensor)
         marker.replace_input_with(0, new)
         remove_unread(source)
         self.sim.constants[site] = tensor.numpy()
@@ -745,7 +755,8 @@ class OnnxSimulation:
 
     @cached_property
     def _session(self) -> Any:
-        return open_session(simulation_model(self.sim.marked, {}).model, self.sim.providers)
+        packed = not is_large(self.sim.marked)
+        return open_session(simulation_model(self.sim.marked, {}).model, self.sim.providers, packed=packed)
 
     def _check(self, program: Program, inputs: State, feeds: Mapping[str, NDArray[Any]]) -> None:
         whole = Program((*program.steps, Step("", program.outputs, (), lambda tensors: ())), program.constants, ())

@@ -16,6 +16,7 @@ import pytest
 
 from bitwright.analysis.analyze import analyze
 from bitwright.export.files.onnx_file import let_go
+from bitwright.methods.rounding.apply import apply_reconstruction
 from bitwright.onnx import QuantizationSimModel, apply_bias_correction, fold_all_batch_norms, load_model, opened
 from bitwright.onnx.model import load, session
 from bitwright.onnx.model.session import weight_bytes
@@ -141,12 +142,13 @@ def test_files_of_large_models_go_with_the_simulation(small_memory, tmp_path, mo
         sim.run(DATA[0])
         sim.set_parameter("w0", sim.constants["w0"] * 0.9)
     gc.collect()
-    (folder,) = tmp_path.iterdir()
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 3 * weight_bytes(sim.marked)
+    sizes = sorted(file.stat().st_size for folder in tmp_path.iterdir() for file in folder.iterdir())
+    assert sizes[0] == 5 * sim.constants["w0"].nbytes, "the replaced weights have a file of their own"
+    assert sizes[1] <= 3 * weight_bytes(sim.marked) and len(sizes) == 2
     simulation = sim.simulation()
     del sim
     gc.collect()
-    assert folder.exists(), "a session of it can still be opened"
+    assert list(tmp_path.iterdir()), "a session of it can still be opened"
     del simulation
     gc.collect()
     assert not list(tmp_path.iterdir())
@@ -181,6 +183,24 @@ def test_bias_correction_of_a_large_model_and_of_one_without_biases(small_memory
     assert not report.corrected and len(report.refused) == 6
 
 
+def test_methods_choose_the_same_weights_in_files(tmp_path, monkeypatch):
+    """Copies of the weights, the chosen ones and what undoes them are mapped from files."""
+    chosen = []
+    for folder in ("small", "large"):
+        (tmp_path / folder).mkdir()
+        sim = QuantizationSimModel(stack(), DATA[0], default_param_bw=4, threads=1)
+        report = apply_reconstruction(sim, DATA, "gptq", memory_budget=0, progress=False)
+        weights = [sim.constants[f"w{i}"] for i in range(6)]
+        chosen.append(([array.copy() for array in weights], [row.after for row in report]))
+        files = {file.name for place in (tmp_path / "large").glob("*") for file in place.iterdir()}
+        assert len(files) == (folder == "large"), "of replaced weights, as long as the simulation lives"
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "large"))
+        shrink(monkeypatch)
+        monkeypatch.setattr("bitwright.onnx.program._HELD", 0)
+    assert chosen[0][1] == chosen[1][1]
+    assert all(np.array_equal(one, other) for one, other in zip(chosen[0][0], chosen[1][0], strict=True))
+
+
 def test_a_replaced_weight_is_quantized_anew(small_memory):
     sim = QuantizationSimModel(stack(), DATA[0], threads=1)
     sim.compute_encodings(DATA, progress=False)
@@ -202,6 +222,25 @@ def test_sessions_read_external_weights_where_they_lie(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     (found,) = session.open_session(load_model(path).model, threads=1).run(None, DATA[0])
     assert np.array_equal(found, expected)
+
+
+def test_weights_that_fill_the_memory_stay_in_their_files(tmp_path, monkeypatch):
+    asked: list[str] = []
+    new_session = session.new_session
+
+    def noted(source: Any, options: Any, *args: Any, **more: Any) -> Any:
+        asked.append(options.get_session_config_entry("session.disable_prepacking"))
+        return new_session(source, options, *args, **more)
+
+    shrink(monkeypatch)
+    onnx.save(stack(), tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    model = load_model(tmp_path / "m.onnx").model
+    (expected,) = session.open_session(model, threads=1).run(None, DATA[0])
+    monkeypatch.setattr(session, "new_session", noted)
+    monkeypatch.setattr(session, "free_memory", lambda: 2 * weight_bytes(model) - 1)
+    (found,) = session.open_session(model, threads=1).run(None, DATA[0])
+    assert asked == ["1"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_without_batch_norms_is_not_run_to_fold_them(monkeypatch):

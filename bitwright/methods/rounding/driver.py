@@ -774,6 +774,7 @@ def _treat(
     if choices is None:
         choices = _chosen(walk, unit, layers, method, seed)
         cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
+    choices = [c if c.weight is None else replace(c, weight=walk.store.keep(c.weight)) for c in choices]
     for choice, layer in zip(choices, layers, strict=True):
         undos.append(_undo_of(walk, layer, weight=choice.weight is not None))
         site = walk.model.sites()[layer.site]

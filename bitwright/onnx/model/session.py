@@ -36,8 +36,9 @@ _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised fi
 
 
 def open_session(
-    model: ir.Model, providers: Providers | None = None, *, threads: int = 0, order: Order = "fast", arena: bool = True
-) -> Any:
+    model: ir.Model, providers: Providers | None = None, *, threads: int = 0, order: Order = "fast", arena: bool = True,
+    packed: bool | None = None,
+) -> Any:  # fmt: skip
     """An ``onnxruntime.InferenceSession`` that leaves QuantizeLinear and DequantizeLinear as they are.
 
     All other optimisations are on. Without ``session.disable_quant_qdq`` the runtime would put integer kernels in
@@ -52,6 +53,9 @@ def open_session(
             may keep every tensor that is also an output's source until the end; ``"written"`` is frugal and optimises
             nothing, so that every node of the model runs.
         arena: keep the memory of one run for the next.
+        packed: copy weights into the layout of the kernels, which is faster and sums in another order. Otherwise weights that
+            lie in files stay there, mapped, so that a model may be larger than the memory. By default where the weights take
+            at most half of the free memory.
 
     Raises:
         ConfigError: a provider is not available.
@@ -61,6 +65,8 @@ def open_session(
 
     chosen = check_providers(providers)
     options = _options(threads, arena)
+    if not (weight_bytes(model) <= free_memory() // 2 if packed is None else packed):
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if order != "fast":
         levels = ort.GraphOptimizationLevel
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED

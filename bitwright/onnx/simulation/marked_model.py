@@ -97,13 +97,27 @@ class WeightFile:
         """
         key = (id(original), encoding, bias)
         if key not in self._made:
-            with temporary_room(self.folder.name), self._path.open("ab") as file:
-                made = kept_in_file(name, make(), file, self._path)
-                self.size = file.tell()
-            self._made[key] = original, made
-        tensor = own_tensor(self._made[key][1])
-        tensor.meta[_FOLDER] = self.folder
-        return tensor
+            self._made[key] = original, self._written(name, make())
+        return self._of_its_own(self._made[key][1])
+
+    def kept(self, name: str, tensor: ir.TensorProtocol) -> ir.Tensor | ir.ExternalTensor:
+        """``tensor``, mapped from the file unless it is small.
+
+        Raises:
+            ExportError: the temporary folder has no room for it.
+        """
+        return self._of_its_own(self._written(name, tensor))
+
+    def _written(self, name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        with temporary_room(self.folder.name), self._path.open("ab") as file:
+            made = kept_in_file(name, tensor, file, self._path)
+            self.size = file.tell()
+        return made
+
+    def _of_its_own(self, tensor: ir.TensorProtocol) -> ir.Tensor | ir.ExternalTensor:
+        own = own_tensor(tensor)
+        own.meta[_FOLDER] = self.folder
+        return own
 
 
 def file_for(model: ir.Model, kept: WeightFile | None) -> WeightFile | None:

@@ -485,6 +485,7 @@ class QuantizationSimModel(SimulationFiles):
         self._told_of_nan = False
         self._repaired: list[RepairedValue] = []  # where in the marked model the repairs stand
         self._weights: WeightFile | None = None
+        self._replaced: WeightFile | None = None  # of parameters that were given new values
         self.output_values = {}  # an exported model's outputs are called as the graph's are
         site = str(model) if isinstance(model, (str, os.PathLike)) else "model"
         with collector_paused(), checked_on_failure(model, site):
@@ -543,7 +544,10 @@ class QuantizationSimModel(SimulationFiles):
                     "keep the shape",
                 )
             array = np.asarray(value, order="C").astype(tensor.dtype.numpy())
-            holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
+            made = ir.Tensor(array, dtype=tensor.dtype, name=name)
+            self._replaced = file_for(self.marked, self._replaced)
+            holder.const_value = made if self._replaced is None else self._replaced.kept(name, made)
+            array = holder.const_value.numpy()
             for site in self._sites_of.get(name, ()):
                 self.constants[site] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
                 if site in self._biases:
