@@ -161,25 +161,61 @@ def _system(
     Returns:
         ``[M * O, n, n]`` and ``[M * O, n]``, float64.
     """
-    bases = [codes, torch.ones_like(codes[:, :1])] if offsets else [codes]
-    over_groups = _summed_by_group(members, codes)
+    sums = _Sums(codes, members, offsets=offsets)
+    count, bases = len(members), len(sums.bases)
+    system = codes.new_zeros(codes.shape[0] * codes.shape[1], bases, count, bases, count)
+    for b, basis in enumerate(sums.bases):
+        for group in range(count):
+            columns, first = sums.columns(group), sums.first(group)
+            part = basis[:, :, columns] @ hessian[:, columns, first * sums.size :]
+            system[:, b, group, :, first:] = sums(part, first)
+    if sums.size:  # it is symmetric, and only the half above the diagonal was computed
+        below = torch.ones(count, count, dtype=torch.bool, device=codes.device).tril(-1)[None, None, :, None, :]
+        system = torch.where(below, system.permute(0, 3, 4, 1, 2), system)
+    return system.reshape(len(system), bases * count, -1), sums(target @ hessian, 0).flatten(1)
 
-    def summed(part: Tensor) -> Tensor:
-        """Each basis times ``part``, summed over the columns of each group."""
-        return torch.cat([over_groups(part * basis).expand(*codes.shape[:2], -1) for basis in bases], 2).flatten(0, 1)
 
-    rows = [summed(basis[:, :, columns] @ hessian[:, columns]) for basis in bases for columns in members]
-    return torch.stack(rows, 1), summed(target @ hessian)
+class _Sums:
+    """Products with the bases, ``codes`` and ones if ``offsets``, summed over the columns of each group.
+
+    Attributes:
+        bases: ``[M, O, K]``, ``[M, 1, K]``.
+        size: number of columns of groups that follow each other, of which the last may have fewer; 0 of other groups.
+    """
+
+    def __init__(self, codes: Tensor, members: list[Tensor], *, offsets: bool) -> None:
+        self.bases = [codes, torch.ones_like(codes[:, :1])] if offsets else [codes]
+        self.size, self._members, self._shape = _neighbours(members, codes), members, codes.shape[:2]
+        self._over_groups = _summed_by_group(members, codes, self.size)
+
+    def columns(self, group: int) -> slice | Tensor:
+        """Columns of a group."""
+        return slice(group * self.size, (group + 1) * self.size) if self.size else self._members[group]
+
+    def first(self, group: int) -> int:
+        """The first group that a product with the columns of ``group`` is needed for."""
+        return group if self.size else 0
+
+    def __call__(self, part: Tensor, first: int) -> Tensor:
+        """``[R, bases, groups]`` of ``part``, ``[M, O or 1, K]``, which begins at the group ``first`` and is overwritten."""
+        found = [self._over_groups(part)] if len(self.bases) > 1 else []
+        codes = self.bases[0][..., first * self.size :]
+        found.insert(0, self._over_groups(part.mul_(codes) if part.shape == codes.shape else part * codes))
+        return torch.stack([one.expand(*self._shape, -1) for one in found], 2).flatten(0, 1)
 
 
-def _summed_by_group(members: list[Tensor], like: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that sums ``[..., K]`` over the columns of each group: neighbours where groups follow each other."""
-    count, columns, size = len(members), int(like.shape[-1]), len(members[0])
-    missing = count * size - columns
+def _neighbours(members: list[Tensor], like: Tensor) -> int:
+    """The number of columns of groups that follow each other, of which the last may have fewer; 0 of other groups."""
+    columns, size = int(like.shape[-1]), len(members[0])
     in_order = torch.equal(torch.cat(members), torch.arange(columns, device=like.device))
-    if in_order and all(len(own) == size for own in members[:-1]) and missing >= 0:
-        return lambda values: F.pad(values, (0, missing)).unflatten(-1, (count, size)).sum(-1)
-    sums = like.new_zeros(columns, count)
+    return size if in_order and all(len(own) == size for own in members[:-1]) and len(members[-1]) <= size else 0
+
+
+def _summed_by_group(members: list[Tensor], like: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+    """A function that sums ``[..., K]`` over the columns of each group; of neighbours, ``K`` may begin at any group."""
+    if size:
+        return lambda values: F.pad(values, (0, -values.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1)
+    sums = like.new_zeros(int(like.shape[-1]), len(members))
     for group, own in enumerate(members):
         sums[own, group] = 1.0
     return lambda values: values @ sums

@@ -32,7 +32,7 @@ from bitwright.methods.rounding.reconstruct import (
     rectified_sigmoid,
     regulariser,
 )
-from bitwright.methods.rounding.refit import _summed_by_group, refitted
+from bitwright.methods.rounding.refit import _system, refitted
 from bitwright.methods.rounding.seq_mse import Settings as SeqMseSettings
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
 
@@ -639,14 +639,21 @@ def test_a_refit_finds_the_grid_that_weights_lie_on():
     torch.testing.assert_close(alone.scale, wanted)
 
 
+@pytest.mark.parametrize("offsets", [False, True], ids=["scales", "offsets"])
 @pytest.mark.parametrize("order", ["as they come", "mixed"])
-def test_sums_by_group_hold_every_column_once(order):
-    """Of groups that follow each other, the last one shorter, without the product that has as many columns as groups."""
-    values = torch.randn(2, 3, 22).double()
+def test_the_system_of_a_refit_is_the_product_of_its_columns(order, offsets):
+    """Of groups that follow each other, the last one shorter, only the half above the diagonal is computed."""
+    codes, target = torch.randn(2, 2, 3, 22).double()
+    hessian = torch.randn(2, 22, 40).double()
+    hessian = hessian @ hessian.transpose(1, 2)
     groups = torch.arange(22) // 8 if order == "as they come" else torch.arange(22) % 3
     members = [(groups == g).nonzero().flatten() for g in range(3)]
-    expected = torch.stack([values[..., own].sum(-1) for own in members], -1)
-    torch.testing.assert_close(_summed_by_group(members, values)(values), expected)
+    one_hot = F.one_hot(groups, 3).double()
+    columns = torch.cat([codes[..., None] * one_hot, one_hot.expand(2, 3, 22, 3)][: 1 + offsets], -1).flatten(0, 1)
+    wide = hessian.repeat_interleave(3, 0)
+    expected = columns.transpose(1, 2) @ wide @ columns, (target.flatten(0, 1)[:, None] @ wide @ columns)[:, 0]
+    found = _system(codes.clone(), target, hessian, members, offsets=offsets)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_refit_of_whole_zero_points_moves_codes_with_them():
