@@ -4,7 +4,11 @@ The folder is made shard by shard (random bfloat16 weights, norm weights scaled 
 ``peak`` is its resident memory, imports and pages of files included; ``beyond`` is the anonymous memory beyond that of the loaded
 model (rows ``module`` and ``torchao``) or of the imports. ``torchao`` quantizes the loaded model, where it is installed.
 
+With ``--onnx`` the model is an ONNX decoder in float32 with external data, and ``--free`` what the program takes for the free
+memory: weights that fill more than half of it stay in their files, whose pages count to ``peak`` and not to ``beyond``.
+
     python benchmarks/llm_memory.py --parameters 0.5 --to compressed-tensors --recipes nearest,gptq,awq
+    python benchmarks/llm_memory.py --parameters 1.0 --blocks 4 --onnx --free 1.0 --recipes nearest
 """
 
 from __future__ import annotations
@@ -86,6 +90,58 @@ def make(folder: Path, parameters: float, blocks: int | None = None) -> int:
         count += sum(tensor.numel() for tensor in tensors.values())
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return count
+
+
+def make_onnx(folder: Path, parameters: float, blocks: int | None = None) -> int:
+    """Write an ONNX decoder of these widths in float32, its weights one by one into a second file; its number of parameters."""
+    import numpy as np
+    import onnx
+    from memory import Writer
+    from onnx import TensorProto, helper
+
+    hidden, inner, layers, heads, _, vocabulary = SIZES[parameters]
+    folder.mkdir(parents=True)
+    w = Writer(folder / "model.onnx")
+    parts, whole = np.int64([0, 0, heads, hidden // heads]), np.int64([0, 0, hidden])
+    split, join = w.constant("split", parts), w.constant("join", whole)
+    root, later = w.constant("root", np.float32(np.sqrt(hidden // heads))), w.constant("later", np.float32(-1e9))
+    length = w("Gather", w("Shape", "x", out="shape"), w.constant("one", np.int64([1])), out="length")
+    square = w("Expand", later, w("Concat", length, length, out="square", axis=0), out="full")
+    mask = w("Trilu", square, w.constant("first", np.int64(1)), out="mask", upper=1)
+
+    def norm(x: str, name: str) -> str:
+        scale = w.random.uniform(0.5, 2, hidden).astype(np.float32)
+        return w("LayerNormalization", x, w.constant(f"{name}.weight", scale), out=name)
+
+    def linear(x: str, name: str, *shape: int) -> str:
+        return w("MatMul", x, w.weight(f"{name}.weight", *shape), out=name)
+
+    x = w("Gather", w.weight("table", vocabulary, hidden), "x", out="embedded")
+    for i in range(blocks or layers):
+        found, turned = norm(x, f"{i}.norm"), {}
+        for part, order in (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3])):
+            apart = w("Reshape", linear(found, f"{i}.{part}", hidden, hidden), split, out=f"{i}.{part}.heads")
+            turned[part] = w("Transpose", apart, out=f"{i}.{part}.turned", perm=order)
+        scores = w("Div", w("MatMul", turned["q"], turned["k"], out=f"{i}.product"), root, out=f"{i}.scores")
+        share = w("Softmax", w("Add", scores, mask, out=f"{i}.masked"), out=f"{i}.share", axis=-1)
+        mixed = w("MatMul", share, turned["v"], out=f"{i}.mixed")
+        mixed = w("Reshape", w("Transpose", mixed, out=f"{i}.back", perm=[0, 2, 1, 3]), join, out=f"{i}.joined")
+        x = w("Add", x, linear(mixed, f"{i}.o", hidden, hidden), out=f"{i}.attended")
+        found = norm(x, f"{i}.norm2")
+        gate = linear(found, f"{i}.gate", hidden, inner)
+        gate = w("Mul", gate, w("Sigmoid", gate, out=f"{i}.sigmoid"), out=f"{i}.silu")
+        product = w("Mul", gate, linear(found, f"{i}.up", hidden, inner), out=f"{i}.gated")
+        x = w("Add", x, linear(product, f"{i}.down", inner, hidden), out=f"{i}.out")
+    logits = linear(norm(x, "norm"), "lm_head", hidden, vocabulary)
+    w.file.close()
+    tokens = helper.make_tensor_value_info("x", TensorProto.INT64, ["n", "t"])
+    found = helper.make_tensor_value_info(logits, TensorProto.FLOAT, ["n", "t", vocabulary])
+    graph = helper.make_graph(w.nodes, "model", [tokens], [found], w.tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), w.path)
+    return w.data.stat().st_size // 4
+
+
+_BUDGET = 64 << 20  # bytes of activations
 
 
 class Anonymous:
@@ -172,6 +228,32 @@ def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int) 
     return {"peak": _peak(), **memory.stop(), **took, **more}
 
 
+def run_onnx(path: Path, recipe: str, out: Path, rows: int, context: int, free: float | None) -> dict[str, Any]:
+    """Quantize the decoder in this process; what it took."""
+    import numpy as np
+    import torch
+
+    import bitwright
+    import bitwright.onnx.program
+    from bitwright.onnx.model import session
+
+    if free is not None:
+        session.free_memory = lambda: round(free * 2**30)
+    torch.set_num_threads(1)
+    random = np.random.default_rng(0)
+    data = [{"x": random.integers(0, 16000, (1, context))} for _ in range(1 if recipe == "nearest" else rows)]
+    step: Any = "fold" if recipe == "nearest" else {recipe: {"memory_budget": _BUDGET}}
+    gc.collect()
+    memory, start, cpu = Anonymous(), time.perf_counter(), time.process_time()
+    result = bitwright.quantize(
+        path, data, "w4g128", recipe=[step], path=out, samples=False, measure_speed=False, memory_budget=_BUDGET,
+        poor_below=-math.inf, progress=False,
+    )  # fmt: skip
+    took = {"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    written = sum(file.stat().st_size for file in out.iterdir())
+    return {"peak": _peak(), **memory.stop(), **took, "bytes": written, "answer": str(result.headline)}
+
+
 def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -186,16 +268,24 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--blocks", type=int, help="of the model, in place of those of its size")
     parser.add_argument("--folder", type=Path, help="where the model is, or is made")
+    parser.add_argument("--onnx", action="store_true", help="an ONNX decoder with external data")
+    parser.add_argument("--free", type=float, help="GiB of memory that sessions of ONNX models find free")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or Path(scratch) / "model"
         if not folder.exists():
-            print(f"{make(folder, given.parameters, given.blocks) / 1e9:.2f} B parameters in {folder}", flush=True)
+            count = (make_onnx if given.onnx else make)(folder, given.parameters, given.blocks)
+            print(f"{count / 1e9:.2f} B parameters in {folder}", flush=True)
+        if given.one and given.onnx:
+            path, out = folder / "model.onnx", Path(scratch) / "out"
+            print(json.dumps(run_onnx(path, given.one, out, given.rows, given.context, given.free)))
+            return
         if given.one:
             print(json.dumps(run(folder, given.one, given.to, Path(scratch) / "out", given.rows, given.context)))
             return
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        kind = "*.data" if given.onnx else "*.safetensors"
+        size = sum(path.stat().st_size for path in folder.glob(kind))
         print(
             f"model {size / 2**30:.2f} GiB\nrow                 peak GiB     beyond       held   wall s    cpu s  by stage"
         )
@@ -210,7 +300,8 @@ def main() -> None:
                 "--to",
                 given.to,
             ]
-            command += ["--rows", str(given.rows), "--context", str(given.context)]
+            command += ["--rows", str(given.rows), "--context", str(given.context), *["--onnx"][: given.onnx]]
+            command += [] if given.free is None else ["--free", str(given.free)]
             # memory that is freed goes back to the system at once, and is not counted again
             exact = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
             found = subprocess.run(command, capture_output=True, text=True, env=exact)
