@@ -384,11 +384,12 @@ class FewRows:
         found: Tensor = (left @ self._selected.transpose(1, 2)) @ self.x
         return found
 
-    def __getitem__(self, at: slice | tuple[slice, Tensor]) -> FewRows:
-        """Some of the matrices, or rows of these."""
+    def __getitem__(self, at: slice | tuple[slice, slice | Tensor, slice]) -> FewRows:
+        """Some of the matrices, or rows and columns of these."""
         if isinstance(at, slice):
             return FewRows(self.x[at])
-        return FewRows(self.x[at[0]], self.x[at[0]][:, :, at[1]])
+        matrices, rows, columns = at
+        return FewRows(self.x[matrices][:, :, columns], self.x[matrices][:, :, rows])
 
     def diagonal(self, dim1: int = 1, dim2: int = 2) -> Tensor:
         """``[G, K]``; ``dim1`` and ``dim2`` as of a tensor."""

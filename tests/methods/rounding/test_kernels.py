@@ -137,7 +137,10 @@ def test_few_rows_give_what_their_matrix_gives(groups, damping):
 
     wide = w.double()
     torch.testing.assert_close(wide @ rows, wide @ matrix)
-    torch.testing.assert_close(wide[:, :, :3] @ rows[:, columns], wide[:, :, :3] @ matrix[:, columns])
+    every, some = slice(None), slice(128, None)
+    torch.testing.assert_close(
+        wide[:, :, :3] @ rows[every, columns, some], wide[:, :, :3] @ matrix[every, columns, some]
+    )
     torch.testing.assert_close(wide[:1] @ rows[0:1], wide[:1] @ matrix[0:1])
     torch.testing.assert_close(rows.diagonal(dim1=1, dim2=2), matrix.diagonal(dim1=1, dim2=2))
 
