@@ -46,7 +46,8 @@ class Compressed(Detailed):
     """Result of :func:`compress`; prints as a headline and a table of the groups.
 
     Attributes:
-        model: the compressed model: a module, or an ``onnx.ModelProto``.
+        model: the compressed model: a module, or an ``onnx.ModelProto`` that holds its weights (an ``onnx_ir.Model`` where it is
+            too large for a message).
         rows: what became of every group of channels.
         refused: layers that were not touched, and why.
         before, after: ``macs`` of the example batch, ``params`` and ``bytes``; ``ms`` where they were measured.

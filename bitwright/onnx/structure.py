@@ -17,7 +17,7 @@ from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes, ta
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.graph import GraphView, build_graph
 from bitwright.onnx.model.load import Loaded, clone_model, infer_shapes
-from bitwright.onnx.model.session import Providers, open_session, run_session
+from bitwright.onnx.model.session import Providers, is_large, open_session, run_session, weights
 from bitwright.onnx.model.view import OnnxView, measure_shapes
 
 #: attributes that say how wide a layer is, beside the shapes of its parameters
@@ -63,9 +63,15 @@ class OnnxStructure(Structured):
         return batch
 
     def finished(self) -> Any:
-        """The model as a message."""
+        """The model as a message that holds its weights; as it is where it is too large for one."""
         infer_shapes(self.model)
-        return ir.to_proto(self.model)
+        if is_large(self.model):
+            return self.model
+        model = clone_model(self.model)
+        for value, tensor in weights(model):
+            if isinstance(tensor, ir.ExternalTensor):  # a message does not know the folder of its weights
+                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
+        return ir.to_proto(model)
 
     def give_back(self) -> None:
         """Write the result into the model that was opened in place."""

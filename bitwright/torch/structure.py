@@ -531,6 +531,8 @@ class TorchStructure(Structured):
             _, _, where = error.site.partition(", in ")
             cause = error.__cause__ or error
             said = ": ".join([type(cause).__name__, *str(cause).splitlines()[:1]])
+            if isinstance(dict(walk_modules(self.model)).get(where), nn.MultiheadAttention):
+                return Problem(where, _ONE_WIDTH)
             return Problem(where, f"the model fails after the cut: {said}{self._fixed_states(kept)}")
         ops = {op.name: op for op in graph.ops}
         for op in predicted.ops:
@@ -546,6 +548,10 @@ class TorchStructure(Structured):
         return None
 
 
+_ONE_WIDTH = (
+    "nn.MultiheadAttention has one number for the width of its input and of all its heads: an ONNX file of the model can lose "
+    "heads, and so can attention that is written with linear layers"
+)
 #: operator -> what a held integer among its arguments has to be after a cut
 _WIDTHS: dict[str, Callable[..., int | None]] = {
     **dict.fromkeys(("Conv", "ConvTranspose"), TorchStructure._groups_of_conv),

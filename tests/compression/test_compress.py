@@ -114,6 +114,27 @@ def test_half_of_the_operations(net: Net, form: str, tmp_path: Path) -> None:
         assert after < 0.6 * before
 
 
+def test_a_file_with_weights_beside_it_in_another_folder(net: Net, tmp_path: Path) -> None:
+    """The result holds its weights: it is saved, quantized and run wherever the process works."""
+    (tmp_path / "there").mkdir()
+    torch.onnx.export(net, (DATA[0],), str(tmp_path / "m.onnx"), dynamo=False)
+    path, data = tmp_path / "there" / "net.onnx", [x.numpy() for x in DATA]
+    onnx.save(
+        onnx.load(tmp_path / "m.onnx"), path, save_as_external_data=True, location="net.onnx.data", size_threshold=0
+    )
+    assert (tmp_path / "there" / "net.onnx.data").stat().st_size > 1000
+    result = bitwright.compress(
+        path, data, {"macs": 0.7}, widths=2, ranking="uniform", reconstruction=False, progress=False
+    )
+    files = result.save(tmp_path / "out")
+    feeds = {result.model.graph.input[0].name: data[0]}
+    one, other = (
+        ort.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+        for model in (result.model.SerializeToString(), str(files[0]))
+    )
+    np.testing.assert_array_equal(one, other)
+
+
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None

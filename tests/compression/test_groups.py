@@ -297,6 +297,14 @@ def test_pieces_whose_length_is_one_attribute_lose_the_same_positions() -> None:
     assert small.stem.out_channels == 2 * small.width == 2 * small.block.in_channels < 16
 
 
+def test_heads_of_a_module_with_one_width_are_refused_with_the_way_out() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).eval()
+    found = checked_dependencies(front_end_of(model).structured(model, T, None), T)
+    assert [g.units for g in found.groups] == [12]
+    assert any("an ONNX file of the model can lose heads" in refusal.reason for refusal in found.refused)
+
+
 def test_a_module_that_runs_on_values_of_two_ranks() -> None:
     """A table of a history and of one item: what reads the second run is cut as what reads the first."""
 
