@@ -24,7 +24,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.llm.checkpoint import assign
-from bitwright.llm.packed import PackedWeight, Weight, float_values, halves, unhalved
+from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, float_values, halves, stored_buffers, unhalved
 
 _TORCH_FLOATS = {
     "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -260,7 +260,7 @@ def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -
 
     Args:
         model: with its float weights, or on the ``meta`` device.
-        weights: every parameter, one at a time.
+        weights: every parameter, and any buffers, one at a time.
         in_place: change ``model``, so that each float weight is freed as its codes are made.
     """
     if not in_place:
@@ -268,8 +268,12 @@ def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -
     homes: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         homes[id(parameter)].append(name)
+    buffers = {name: buffer.dtype for name, buffer in stored_buffers(model)}
     for weight in weights:
-        _take(model, weight, homes)
+        if weight.name in buffers and isinstance(weight, FloatWeight):
+            assign(model, weight.name, weight.values.to(buffers[weight.name]))
+        else:
+            _take(model, weight, homes)
     return model
 
 

@@ -299,7 +299,7 @@ def packed_weights(sim: Any) -> Iterator[Weight]:
         for site in sim.quantizers.values()
         if site.role == "bias" and site.enabled
     }
-    for name, tensor in (*sim.model.named_parameters(), *_stored_buffers(sim.model)):
+    for name, tensor in (*sim.model.named_parameters(), *stored_buffers(sim.model)):
         values = tensor.detach()
         if name in found:
             yield PackedWeight.encoded(name, values, found[name])
@@ -377,7 +377,7 @@ def plans(sim: Any) -> list[WeightPlan]:
             specs.setdefault(param, site.quantizer.spec)
     return [
         planned(name, tuple(tensor.shape), specs.get(name))
-        for name, tensor in (*sim.model.named_parameters(), *_stored_buffers(sim.model))
+        for name, tensor in (*sim.model.named_parameters(), *stored_buffers(sim.model))
     ]
 
 
@@ -423,7 +423,8 @@ def _axis(granularity: Granularity, rank: int) -> int:
     return -1
 
 
-def _stored_buffers(model: Any) -> Iterator[tuple[str, Any]]:
+def stored_buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of the buffers that files hold."""
     kept = model.state_dict(keep_vars=True)
     return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 

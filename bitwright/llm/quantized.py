@@ -29,7 +29,7 @@ from bitwright.llm.checkpoint import Checkpoint, assign, check_room, open_checkp
 from bitwright.llm.files.common import Extras, tokenizer_files
 from bitwright.llm.files.table import FILE_FORMATS, check_checkpoint, write_checkpoint
 from bitwright.llm.likelihood import Perplexity, Sums, split_tokens, text_tokens
-from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, planned
+from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, planned, stored_buffers
 from bitwright.llm.roles import QUANTIZED, Part, Transformer, refuse_unused
 from bitwright.llm.simulated import GRAPHS, check_graph, check_kind, simulation_of, write_graph
 from bitwright.methods.rounding.table import METHODS
@@ -242,15 +242,21 @@ def methods_of(recipe: str | Iterable[str] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of the weights: a folder or a module."""
+    """Source of the weights, and of the buffers that files hold: a folder or a module."""
 
     runner: Runner
     raw: Callable[..., Tensor]
+    buffers: tuple[str, ...]
     nbytes: int
     config: Mapping[str, Any]
     checkpoint: Checkpoint | None
     module: nn.Module | None
     identity: Callable[[], str]
+
+    def plans(self, view: Transformer, specs: Mapping[str, QuantSpec]) -> list[WeightPlan]:
+        """The plans of all parameters and buffers."""
+        plans = [planned(part.name, part.shape, specs.get(part.name)) for part in view.parts]
+        return plans + [planned(name, self.raw(name).shape, None) for name in self.buffers]
 
 
 def _of_folder(checkpoint: Checkpoint) -> _Source:
@@ -262,9 +268,21 @@ def _of_folder(checkpoint: Checkpoint) -> _Source:
     def raw(name: str, rows: slice | None = None) -> Tensor:
         return checkpoint.read(name, rows=rows)
 
+    runner = of_checkpoint(checkpoint)
     return _Source(
-        of_checkpoint(checkpoint), raw, checkpoint.nbytes, checkpoint.config, checkpoint, None, lambda: described
+        runner,
+        raw,
+        _buffers_of(runner.model),
+        checkpoint.nbytes,
+        checkpoint.config,
+        checkpoint,
+        None,
+        lambda: described,
     )
+
+
+def _buffers_of(model: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, _ in stored_buffers(model))
 
 
 def _of_module(model: nn.Module, checkpoint: Checkpoint | None = None) -> _Source:
@@ -281,8 +299,10 @@ def _of_module(model: nn.Module, checkpoint: Checkpoint | None = None) -> _Sourc
     def raw(
         name: str, rows: slice | None = None
     ) -> Tensor:  # asks the model each time, so that what it lets go of is freed
-        return model.get_parameter(name).detach()[slice(None) if rows is None else rows].cpu()
+        held = model.get_buffer(name) if name in of_buffers else model.get_parameter(name).detach()
+        return (held if rows is None else held[rows]).cpu()
 
+    of_buffers = _buffers_of(model)
     config = getattr(model, "config", None)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -290,7 +310,7 @@ def _of_module(model: nn.Module, checkpoint: Checkpoint | None = None) -> _Sourc
         return fingerprint(*(float(p.detach().double().sum()) for p in model.parameters()))
 
     return _Source(
-        Runner(skeleton, read, tied), raw, nbytes, {} if config is None else config.to_dict(),
+        Runner(skeleton, read, tied), raw, of_buffers, nbytes, {} if config is None else config.to_dict(),
         checkpoint, model, identity,
     )  # fmt: skip
 
@@ -499,7 +519,7 @@ def quantize(
         view = view_by_blocks(source.runner)
         adapters = () if source.module is None else adapter_layers(source.module)
         specs = _fitted(specs_of(view, spec, rules, embedding, lm_head, adapters=adapters), to)
-        plans = [planned(part.name, part.shape, specs.get(part.name)) for part in view.parts]
+        plans = source.plans(view, specs)
         if to is not None:
             _check(source, plans, to, out)
         rows = _rows_of(source, data, context, samples)
@@ -522,7 +542,7 @@ def quantize(
             before, after, notes = _walk(
                 source.runner, spill, rows, specs, methods, options=options, seed=seed, clock=clock, progress=progress
             )
-        made = _weights(source, view, specs, spill)
+        made = _weights(source, view, specs, spill, buffers=to in FILE_FORMATS or (to, source.module) == (None, None))
         kept: list[Weight] = []
         result_model = None
         total = _Bytes()
@@ -727,9 +747,9 @@ def _perplexities(runner: Runner, held: list[Tensor], last: tuple[States, States
 
 
 def _weights(
-    source: _Source, view: Transformer, specs: Mapping[str, QuantSpec], spill: Spill | None
+    source: _Source, view: Transformer, specs: Mapping[str, QuantSpec], spill: Spill | None, *, buffers: bool
 ) -> Iterator[Weight]:
-    """Yield every parameter once, in the order of the model, one in memory at a time."""
+    """Yield every parameter once, in the order of the model, one in memory at a time; then the buffers that files hold."""
     parts = view.parts
     at = 0
     while at < len(parts):
@@ -748,6 +768,8 @@ def _weights(
                 yield replace(weight, name=name)
             else:  # a method may have changed it, and a file holds the dtype of the model
                 yield FloatWeight(name, weight.to(source.raw(name).dtype))
+    if buffers:  # a graph and a module have those that they had
+        yield from (FloatWeight(name, source.raw(name)) for name in source.buffers)
 
 
 def _nearest(part: Part, raw: Callable[..., Tensor], spec: QuantSpec | None) -> Weight:

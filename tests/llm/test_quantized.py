@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    ApertusConfig,
     BloomConfig,
     Gemma2Config,
     GPT2Config,
@@ -36,6 +37,7 @@ from bitwright.llm.checkpoint import open_checkpoint
 from bitwright.llm.coded import CodedEmbedding, CodedLinear, StoredWeight
 from bitwright.llm.files.table import read_checkpoint
 from bitwright.llm.likelihood import perplexity, split_tokens, text_tokens
+from bitwright.llm.opened import coded_model
 from bitwright.llm.packed import FloatWeight, PackedWeight, of_rows
 from bitwright.llm.quantized import spec_of
 from bitwright.llm.roles import transformer
@@ -322,6 +324,22 @@ def test_a_table_that_the_output_layer_shares_is_held_once():
     table, output = result.model.get_input_embeddings(), result.model.lm_head
     assert isinstance(table, CodedEmbedding) and isinstance(output, CodedLinear) and table.stored is output.stored
     assert result.model(prompts(1)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "gptq"])
+def test_files_hold_the_buffers_that_a_checkpoint_holds(to: str, tmp_path: Path):
+    """As the numbers of an activation function, or the corrections by which a router chooses."""
+    model = saved(tmp_path / "model", ApertusConfig)
+    quantize(tmp_path / "model", "w4g32", to=to, out=tmp_path / "out", progress=False)
+    stored = {weight.name: weight for weight in read_checkpoint(tmp_path / "out")}
+    assert stored.keys() == model.state_dict().keys()
+    for index in range(2):
+        name = f"model.layers.{index}.mlp.act_fn.beta"
+        assert torch.equal(stored[name].values, model.get_buffer(name))  # type: ignore[union-attr]
+    if to == "gptq":
+        read = coded_model(tmp_path / "out")
+        assert torch.equal(read.get_buffer(name), model.get_buffer(name))
+        assert read(prompts(1)).logits.isfinite().all()
 
 
 def test_rules_by_role_and_by_name_and_ends(llama: Path):
