@@ -14,10 +14,9 @@ from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CallbackFunc
 from bitwright.errors import ConfigError, check_keywords, with_article
 from bitwright.precision.auto import AutoResult, auto_quantize
-from bitwright.precision.result import MixedPrecision
+from bitwright.precision.pages import write_pages
 from bitwright.precision.search import mixed_precision
 from bitwright.precision.trials import FIRST, Trial
-from bitwright.report.page import points_chart, scores_chart, write_page
 
 # ------------------------------------------------------------------------------------ mixed precision
 
@@ -75,38 +74,6 @@ def choose(
 def _check_drop(drop: Any) -> None:
     if not isinstance(drop, (int, float)) or not drop >= 0:
         raise ConfigError("allowed_accuracy_drop", f"{drop!r} is not a number from 0 on", "pass 0 or more")
-
-
-def write_pages(result: MixedPrecision, folder: Path, dearest: float) -> None:
-    """``pareto_curve.html`` and ``quantizer_group_sensitivity.html``, pages without scripts.
-
-    Args:
-        dearest: bit operations that costs are relative to.
-    """
-    name = str(result.metric["name"]) if result.metric is not None else "metric"
-    shown = {
-        f"{'front' if front else 'other'}: {p.name}": (p.costs["bit_ops"] / dearest, float(p.metric))
-        for front in (True, False)
-        for p in result.points
-        if p.front == front and p.metric is not None
-    }
-    fronts = {label: point for label, point in shown.items() if label.startswith("front")}
-    axes = ("relative bit operations", name)
-    write_page(
-        folder / "pareto_curve.html",
-        "Mixed precision: Pareto front",
-        points_chart(fronts, *axes, joined=True),
-        points_chart(shown, *axes, title="All points that were measured"),
-    )
-    by_candidate = {
-        candidate: {group: values[candidate] for group, values in result.sensitivities.items() if candidate in values}
-        for candidate in result.candidates
-    }
-    write_page(
-        folder / "quantizer_group_sensitivity.html",
-        "Mixed precision: SQNR of the outputs with one group alone at a precision, as estimated",
-        *(scores_chart(scores, "dB", candidate) for candidate, scores in by_candidate.items() if scores),
-    )
 
 
 # ------------------------------------------------------------------------------------ AutoQuant

@@ -11,26 +11,14 @@ import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.numerics.affine import choose_qparams, encode, grid, with_scale
-from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat, ScaleFormat, parse_scale_format
+from bitwright.core.numerics.encoding import Encoding, signed_as
+from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat, ScaleFormat, int_format, parse_scale_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import QuantSpec
-from bitwright.core.simulation.sites import Site, values_on_grids
+from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
 
 # ------------------------------------------------------------------------------------ grids
-
-
-def int_format(qmin: int, qmax: int) -> IntFormat | None:
-    """The integer format whose codes are ``qmin`` to ``qmax``; ``None`` if no such format exists."""
-    bits = int(qmax - qmin + 1).bit_length()
-    for width in (bits - 1, bits):
-        for signed, narrow in ((False, False), (True, False), (True, True)):
-            if 2 <= width <= 32:
-                fmt = IntFormat(width, signed, narrow)
-                if (fmt.qmin, fmt.qmax) == (qmin, qmax):
-                    return fmt
-    return None
 
 
 def steps_format(num_steps: float, *, signed: bool) -> IntFormat | None:
@@ -95,16 +83,6 @@ def affine_records(
             for lo, hi, s, o in zip(*ends, scale, offsets, strict=True)
         ]  # fmt: skip
     return {"bw": bits, "dtype": "INT", "enc_type": kind, "is_sym": symmetric, "offset": offsets, "scale": list(scale)}
-
-
-def signed_as(encoding: Encoding, signed: bool) -> Encoding:
-    """``encoding`` on the signed or the unsigned grid of its width: the same numbers under other codes."""
-    fmt = encoding.format
-    if isinstance(fmt, FloatFormat) or fmt.signed == signed or fmt.narrow:
-        return encoding
-    moved = replace(fmt, signed=signed)
-    shift = moved.qmin - fmt.qmin
-    return replace(encoding, format=moved, zero_point=encoding.zero_point + shift)
 
 
 def granularity_of(
@@ -349,62 +327,6 @@ def activations_in_float(sim: Any) -> Iterator[None]:
     finally:
         for quantizer, enabled, frozen in kept:
             quantizer.enabled, quantizer.frozen = enabled, frozen
-
-
-def fit_products(sim: Any) -> None:
-    """Give what products of two activations read the grids that AIMET's targets multiply.
-
-    The second operand is symmetric: before V73 it has 8 bits; from V73 on one of 16 bits asks the first to have 16 bits as well.
-    """
-    version = sim.rules.hw_version
-    if version is None:
-        return
-    first = {id(s.quantizer): s for s in sim.quantizers.values() if s.enabled and isinstance(s.spec.format, IntFormat)}
-    grids = values_on_grids(sim.quantizers, sim.plan.shared)
-    at = {value: first.get(key) for key, values in grids.items() for value in values}
-    bits = 8 if version < 73 else 16
-    for op in (op for op in sim.graph.ops if op.type == "MatMul"):
-        one, other = (at.get(name) for name in op.inputs[:2])
-        if one and other and bits in (8, other.spec.format.bits):
-            other.spec = replace(other.spec, format=replace(other.spec.format, bits=bits), symmetry="symmetric")
-            one.spec = replace(one.spec, format=replace(one.spec.format, bits=max(bits, one.spec.format.bits)))
-
-
-#: operators whose output has the grid of what they read, as AIMET ties them: of one reader alone, or of all
-_TIED = {
-    **dict.fromkeys(("Concat", "ScatterElements", "ScatterND"), True),
-    **dict.fromkeys(("AveragePool", "Resize", "Upsample"), False),
-}
-
-
-def tie_joined(sim: Any) -> None:
-    """Give joins, means over windows and resizings one quantizer with what they read, where both are asked for alike."""
-    first = {id(s.quantizer): s for s in sim.quantizers.values() if s.role in ("input", "output")}
-    grids = values_on_grids(sim.quantizers, sim.plan.shared)
-    at = {value: first[key] for key, values in grids.items() for value in values}
-    held: dict[int, list[Site]] = {}
-    for site in sim.quantizers.values():
-        held.setdefault(id(site.quantizer), []).append(site)
-    for source, out in _ties(sim.graph, at):
-        _tie(source, out, held)
-
-
-def _ties(graph: Graph, at: Mapping[str, Site]) -> Iterator[tuple[Site, Site]]:
-    """Sites of what an operator reads and of its output, where AIMET ties them; ``at`` has the site of a value's grid."""
-    for op in (op for op in reversed(graph.ops) if op.type in _TIED and op.outputs[0] in at):
-        for value in (v for v in op.inputs[: 1 if op.type != "Concat" else None] if v is not None and v in at):
-            if not _TIED[op.type] or all(len(graph.consumers(name)) == 1 for name in {value, at[value].value}):
-                yield at[value], at[op.outputs[0]]
-
-
-def _tie(source: Site, out: Site, held: dict[int, list[Site]]) -> None:
-    """Let every site with the quantizer of ``source`` have that of ``out``, if both are on and asked for alike."""
-    if source.quantizer is out.quantizer or source.spec != out.spec or not (source.enabled and out.enabled):
-        return
-    moved = held.pop(id(source.quantizer))
-    for site in moved:
-        site.quantizer = out.quantizer
-    held[id(out.quantizer)] += moved
 
 
 def ends(value: Any, params: tuple[int, ...], site: str) -> Any:

@@ -25,7 +25,7 @@ from bitwright.aimet_common.defs import (
     range_method,
     supported_kernels,
 )  # fmt: skip
-from bitwright.aimet_common.sites import ConnectedGraph, fit_products, grouped_scale_format, tie_joined
+from bitwright.aimet_common.sites import ConnectedGraph, grouped_scale_format
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
@@ -34,6 +34,7 @@ from bitwright.core.graph.operators import block_axes, resolve_granularity
 from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
+from bitwright.core.simulation.ties import fit_products, tie_joined
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
 from bitwright.export.encodings.of_simulation import exported_names
 from bitwright.export.encodings.read import read_encodings

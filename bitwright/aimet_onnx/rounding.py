@@ -12,7 +12,7 @@ from typing import Any
 
 from bitwright import onnx as front
 from bitwright.aimet_common.absent import absent_names, differs
-from bitwright.errors import ConfigError
+from bitwright.methods.rounding import seq_mse
 
 __all__ = [
     "AdaScale", "AdaScaleModelConfig", "Adaround", "SeqMseParams", "SequentialMse", "adascale_model_config_dict",
@@ -84,10 +84,7 @@ class SeqMseParams:
     loss_fn: str = "mse"
 
     def __post_init__(self) -> None:
-        known = {"inp_symmetry": ("symqt", "symfp", "asym"), "loss_fn": ("mse", "l1", "sqnr")}
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ConfigError(name, f"it is {getattr(self, name)!r}", f"use one of {', '.join(values)}")
+        seq_mse.Settings(loss_fn=self.loss_fn, inp_symmetry=self.inp_symmetry)  # type: ignore[arg-type]
 
 
 class SequentialMse:

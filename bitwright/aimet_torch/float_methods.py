@@ -29,7 +29,7 @@ from bitwright.methods.layers import Layers
 from bitwright.methods.scaling import equalize as equalization
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.progress import progress as bar
-from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.calls.inputs import smallest_input, walk_modules
 from bitwright.torch.opened import TorchOpened
 from bitwright.torch.simulation.quantsim import copied
 from bitwright.torch.training.batch_norm import fold_to_scale
@@ -47,36 +47,11 @@ __all__ = [
 __getattr__ = absent_names(__name__)
 
 Pair = tuple[nn.Module, nn.Module]
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_CONV_TRANSPOSES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _names(model: nn.Module) -> dict[int, str]:
     """Identity of a module -> its path."""
     return {id(module): path for path, module in walk_modules(model)}
-
-
-def _smallest_input(layers: Sequence[nn.Module]) -> torch.Tensor:
-    """An input that all of ``layers``, one after the other, can run on: zeros, a batch of two.
-
-    Raises:
-        ModelError: there is no layer with a weight among them whose inputs are known.
-    """
-    weighted: list[Any] = [m for m in layers if isinstance(m, (nn.Linear, *_CONVS, *_CONV_TRANSPOSES))]
-    if not weighted:
-        raise ModelError(
-            "layers",
-            f"{', '.join(type(layer).__name__ for layer in layers)}: no Conv, ConvTranspose or Linear among them",
-            "name the layer whose batch norm it is",
-        )
-    first = weighted[0]
-    channels = first.in_features if isinstance(first, nn.Linear) else first.in_channels
-    size = [1] * (first.weight.dim() - 2)
-    for layer in reversed(weighted):
-        for axis in range(len(size) if isinstance(layer, _CONVS) else 0):
-            reach = layer.dilation[axis] * (layer.kernel_size[axis] - 1) + 1
-            size[axis] = (size[axis] - 1) * layer.stride[axis] + reach
-    return torch.zeros((2, channels, *size), dtype=first.weight.dtype, device=first.weight.device)
 
 
 # ---------------------------------------------------------------------------------------------------- batch norms
@@ -154,8 +129,8 @@ def fold_given_batch_norms(
 
 def _fold_alone(model: nn.Module, pair: Sequence[nn.Module], names: Mapping[int, str]) -> None:
     """Fold a pair without the model around it, and put an Identity where its batch norm was."""
-    values = torch.randn(_smallest_input(pair).shape, generator=torch.Generator().manual_seed(0))
-    report = front.fold_all_batch_norms(nn.Sequential(*pair), dummy_input=values.to(_smallest_input(pair)))
+    values = torch.randn(smallest_input(pair).shape, generator=torch.Generator().manual_seed(0))
+    report = front.fold_all_batch_norms(nn.Sequential(*pair), dummy_input=values.to(smallest_input(pair)))
     if not len(report):
         _refuse_fold("; ".join(str(refusal) for refusal in report.refused))
     parent, _, name = names[id(next(m for m in pair if isinstance(m, BATCH_NORMS)))].rpartition(".")
@@ -388,7 +363,7 @@ def _equalize_chain(layers: Sequence[nn.Module]) -> EqualizeReport:
     training = [module.training for module in layers]
     try:
         chain = nn.Sequential(*layers).eval()
-        return equalization.equalize(TorchView(chain, [_smallest_input(layers)]))
+        return equalization.equalize(TorchView(chain, [smallest_input(layers)]))
     except RuntimeError as error:
         names = " -> ".join(str(module) for module in layers)
         raise ModelError("scale_cls_sets", f"the layers do not fit together: {error}", f"check {names}") from error
@@ -478,7 +453,7 @@ class HighBiasFold:
                 if pair.layer1 not in norms or not pair.relu_activation_between_layers:
                     continue
                 chain = nn.Sequential(pair.layer1, nn.ReLU(), pair.layer2)
-                opened = TorchOpened(chain, None, _smallest_input((pair.layer1, pair.layer2)), "bias_fold")
+                opened = TorchOpened(chain, None, smallest_input((pair.layer1, pair.layer2)), "bias_fold")
                 factor = np.asarray(pair.scale_factor, np.float64)
                 mean, deviation = _moments_of(norms[pair.layer1], type(pair.layer1).__name__, "bn_layers")
                 equalization.absorb_biases(

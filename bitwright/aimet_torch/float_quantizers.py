@@ -16,7 +16,7 @@ from bitwright.aimet_torch.quantizers import (
     plain_tensor,
     with_encoding,
 )  # fmt: skip
-from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat
+from bitwright.core.numerics.formats import float_format
 from bitwright.errors import FormatError, with_article
 from bitwright.export.encodings.records import check_version
 from bitwright.torch.quantizers import functional
@@ -25,24 +25,6 @@ __all__ = ["FloatEncoding", "FloatQuantizeDequantize", "QuantizeDequantize"]
 
 
 # ------------------------------------------------------------------------------------ encodings
-
-
-def float_format(exponent_bits: int, mantissa_bits: int, finite: bool = False) -> FloatFormat:
-    """The format with these fields; a named format of Bitwright if one has the same largest number.
-
-    >>> float_format(5, 10).name, float_format(4, 3, finite=True).max, float_format(4, 3).max
-    ('float16', 448.0, 240.0)
-    """
-    largest = float(2 ** (2 ** (exponent_bits - 1) - 1)) * (2 - 2.0**-mantissa_bits)
-    for known in FLOAT_FORMATS.values():
-        fields = (known.exponent_bits, known.mantissa_bits) == (exponent_bits, mantissa_bits)
-        if fields and (finite or known.max == largest):
-            return known
-    if finite:  # the topmost exponent holds numbers too, all but the last one of which is NaN
-        largest = float(2 ** (2 ** (exponent_bits - 1))) * (2 - 2.0 ** (1 - mantissa_bits))
-    bits = exponent_bits + mantissa_bits + 1
-    name = f"float{bits}_e{exponent_bits}m{mantissa_bits}_to_{largest:g}"  # not the name of a format with another end
-    return FloatFormat(name, exponent_bits, mantissa_bits, largest, scaled=bits < 16)
 
 
 class FloatEncoding(EncodingBase):

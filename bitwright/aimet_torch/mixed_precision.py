@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -73,8 +73,11 @@ class MixedPrecisionConfigurator:
             param: of their parameters: ``{"weight": "int8"}``.
 
         Raises:
-            ConfigError: (a ValueError) no module of the simulation, or another number of precisions than a module has inputs.
+            ConfigError: (a ValueError) no module of the simulation, another number of precisions than a module has inputs, or
+                another name of a precision.
         """
+        several = activation if isinstance(activation, (list, tuple)) else [activation]
+        _check_precisions([*several, *(param or {}).values()])
         weight, ops = (param or {}).get("weight"), self._named(arg)
         if not isinstance(activation, str) and activation is not None:
             for op in ops:
@@ -129,6 +132,12 @@ class MixedPrecisionConfigurator:
             Path(log_file).write_text(f"{report}\n", encoding="utf-8")
         self._requests, self._ends = [], []
         return report
+
+
+def _check_precisions(names: Iterable[str | None]) -> None:
+    for name in names:
+        if name is not None and name.lower() not in get_args(SupportedDType):
+            raise ConfigError("set_precision", f"there is no precision {name!r}", f"use {get_args(SupportedDType)}")
 
 
 def _at_ends(place: str, activation: str | Sequence[str | None], values: Sequence[str]) -> list[PrecisionRequest]:

@@ -48,13 +48,13 @@ from bitwright.aimet_torch.quantizers import (
     SqnrEncodingAnalyzer,
     with_encoding,
 )  # fmt: skip
-from bitwright.core.numerics.affine import power_of_two_scale
-from bitwright.core.numerics.formats import FLOAT32_SCALE, FLOAT_FORMATS, FloatFormat
+from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, EncodingsError, FormatError, GranularityError, ModelError, with_article
 from bitwright.torch.calls.inputs import NotOfModel, is_leaf, model_device, walk_modules
+from bitwright.torch.quantizers.float4_blocks import mxfp4_rounded, nvfp4_rounded
 from bitwright.torch.quantizers.learned_range import RangeEnds
 
 # ------------------------------------------------------------------------------------ views of single quantizers
@@ -106,15 +106,6 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         SiteView.__setattr__(self, name, value)
-
-    @property
-    def _allow_overwrite(self) -> bool:
-        """:meth:`is_overwrite_allowed` under the name that AIMET's scripts read."""
-        return self.is_overwrite_allowed()
-
-    @_allow_overwrite.setter
-    def _allow_overwrite(self, mode: bool) -> None:
-        self.allow_overwrite(mode)
 
     # -- state
 
@@ -981,38 +972,6 @@ def detach(model: nn.Module) -> None:
         _forget_inside(module)
 
 
-# ------------------------------------------------------------------------------------ weights on the grids of MXFP4 and NVFP4
-
-
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_NVFP4_BLOCK = 16
-
-
-def _weight_of(module: Any, params: Any, name: str) -> torch.Tensor | None:
-    weight = getattr(module, "weight", None)
-    if weight is None or "weight" not in params:
-        return None
-    if not isinstance(module, _LAYERS):
-        raise FormatError(type(module).__name__, f"{name} is for Linear and convolutions", "leave this module out")
-    found: torch.Tensor = weight
-    return found
-
-
-def _check_blocks(weight: torch.Tensor, size: int, name: str) -> None:
-    if size < 1 or weight.shape[1] % size:
-        raise GranularityError(
-            name, f"blocks of {size} do not divide {weight.shape[1]} input channels", "use another block size or layer"
-        )
-
-
-@torch.no_grad()
-def _set(params: Any, weight: torch.Tensor, scales: torch.Tensor, size: int) -> None:
-    grid = FloatEncoding(1, 2, True, False, scales, (1, size, *weight.shape[2:]))
-    quantizer = QuantizeDequantize((weight.shape[0], *(1,) * (weight.ndim - 1)), -128, 127, True)
-    params["weight"] = quantizer  # first: it refuses where the place has none
-    weight.copy_(grid.quantize_dequantize(weight.detach()).as_subclass(torch.Tensor))
-
-
 # ------------------------------------------------------------------------------------ encodings of one module
 
 
@@ -1148,10 +1107,7 @@ class QuantizedModule:
             FormatError: (a ValueError) no Linear or convolution.
             GranularityError: (a ValueError) blocks that do not divide its input channels.
         """
-        weight = _weight_of(self._parametrized, self.param_quantizers, "MXFP4")
-        if weight is not None:
-            _check_blocks(weight, block_size, "mxfp4")
-            _set(self.param_quantizers, weight, mxfp4_scales(weight.detach(), block_size), block_size)
+        self._round_weight(lambda weight: mxfp4_rounded(weight, block_size))
 
     def set_weight_quantizer_to_nvfp4_int8(self, scale_q: torch.Tensor, meta_scale: torch.Tensor | float) -> None:
         """Round the weight to NVFP4 with given scales and give it a symmetric int8 quantizer per channel.
@@ -1163,21 +1119,20 @@ class QuantizedModule:
         Raises:
             FormatError, GranularityError: (ValueErrors) as there; or scales of another dtype or shape.
         """
-        weight = _weight_of(self._parametrized, self.param_quantizers, "NVFP4")
-        if weight is None:
+        self._round_weight(lambda weight: nvfp4_rounded(weight, scale_q, meta_scale))
+
+    @torch.no_grad()
+    def _round_weight(self, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        module = self._parametrized
+        weight = getattr(module, "weight", None)
+        if weight is None or "weight" not in self.param_quantizers:
             return
-        if scale_q.dtype != torch.float8_e4m3fn:
-            raise FormatError("scale_q", f"it is {scale_q.dtype}", "give the scales as torch.float8_e4m3fn")
-        _check_blocks(weight, _NVFP4_BLOCK, "nvfp4")
-        wanted = (weight.shape[0], weight.shape[1] // _NVFP4_BLOCK, *(1 for _ in weight.shape[2:]))
-        meta = torch.as_tensor(meta_scale, dtype=torch.float32, device=weight.device)
-        if tuple(scale_q.shape) != wanted or meta.ndim:
-            raise GranularityError(
-                "scale_q",
-                f"scales of shape {tuple(scale_q.shape)} and a meta scale of shape {tuple(meta.shape)}",
-                f"give shape {wanted} and a single number",
-            )
-        _set(self.param_quantizers, weight, meta * scale_q.to(weight.device, torch.float32), _NVFP4_BLOCK)
+        if not isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            raise FormatError(type(module).__name__, "blocks are those of Linear and convolutions", "leave it out")
+        values = rounded(weight.detach())
+        quantizer = QuantizeDequantize((weight.shape[0], *(1,) * (weight.ndim - 1)), -128, 127, True)
+        self.param_quantizers["weight"] = quantizer  # first: it refuses where the place has none
+        weight.copy_(values)
 
     def compute_param_encodings(self) -> None:
         """Find the ranges of the parameters' quantizers."""
@@ -1197,15 +1152,3 @@ def broadcastable(values: Any, granularity: Granularity, shape: tuple[int, ...])
     if isinstance(granularity, PerChannel):
         values = values.reshape(granularity.broadcast_shape(shape))
     return torch.from_numpy(np.array(values, np.float32))
-
-
-def mxfp4_scales(weight: torch.Tensor, block_size: int) -> torch.Tensor:
-    """The power of two of every block of ``block_size`` input channels: ``[O, I / block_size, 1, ...]``.
-
-    Reference: OCP Microscaling Formats 1.0, section 6.3; a block of zeros has 1.
-    """
-    largest = weight.abs().flatten(2).amax(2) if weight.ndim > 2 else weight.abs()
-    blocks = largest.reshape(largest.shape[0], -1, block_size).amax(2).double().cpu().numpy()
-    scales = power_of_two_scale(np.where(blocks > 0, blocks, 4.0), FLOAT_FORMATS["float4_e2m1"])
-    shaped = np.asarray(scales, np.float32).reshape(*blocks.shape, *(1,) * (weight.ndim - 2))
-    return torch.from_numpy(shaped).to(weight.device)

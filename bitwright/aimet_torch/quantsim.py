@@ -27,7 +27,7 @@ from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_attribute, differs
 from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method, supported_kernels
-from bitwright.aimet_common.sites import ConnectedGraph, fit_products
+from bitwright.aimet_common.sites import ConnectedGraph
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
@@ -43,12 +43,19 @@ from bitwright.aimet_torch.module_quantizers import (
     switched_off,
     view_of,
 )  # fmt: skip
-from bitwright.aimet_torch.quantized_modules import attach_calls, calibrate, calibrate_parameters, check_plain
+from bitwright.aimet_torch.quantized_modules import (
+    BaseQuantizationMixin,
+    attach_calls,
+    calibrate,
+    calibrate_parameters,
+    check_plain,
+)
 from bitwright.aimet_torch.quantizers import GroupedBlockQuantizeDequantize, QuantizeDequantize, core_encoding
 from bitwright.core.graph.graph import Op
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.core.simulation.sites import SiteMap
+from bitwright.core.simulation.ties import fit_products
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError, with_article
 from bitwright.export.artefacts import rename_ports
 from bitwright.export.files.onnx_file import moved_model, save_model
@@ -457,6 +464,8 @@ class QuantizationSimModel(front.QuantizationSimModel):
         self._simulator.stage = "simulate"  # every quantizer refuses on its own until it has a range, as in AIMET
         self.original_names: Any = WeakKeyDictionary({m: name for name, m in walk_modules(model)})
         self.show_quantizers()
+        ignored = [m for _, m in walk_modules(self.model) if type(m) in BaseQuantizationMixin.ignored]
+        self.exclude_layers_from_quantization([module for module in ignored if below(module)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "original_names": {}}  # modules of another model

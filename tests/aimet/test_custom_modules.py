@@ -111,3 +111,22 @@ def test_quantized_forms_quantize_inputs_and_outputs(name, arguments, inputs):
         module(*inputs)
     wanted = output(plain(first(inputs[0]), *inputs[1:]))
     assert torch.equal(module(*inputs).as_subclass(torch.Tensor), wanted.as_subclass(torch.Tensor))
+
+
+def test_modules_of_an_ignored_class_stay_in_float_until_a_quantized_class_is_registered():
+    from bitwright.aimet_torch.nn import QuantizationMixin
+    from bitwright.aimet_torch.quantsim import QuantizationSimModel
+
+    @QuantizationMixin.ignore
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    def sites(model):
+        sim = QuantizationSimModel(model, torch.rand(2, 4))
+        return {name.partition(".")[0] for name, site in sim.quantizers.items() if site.enabled}
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Scaled(), torch.nn.ReLU())
+    assert "1" not in sites(model) and QuantizationMixin.from_module(model[1]) is model[1]
+    QuantizationMixin.implements(Scaled)(type("QuantizedScaled", (QuantizationMixin, Scaled), {}))
+    assert "1" in sites(model)

@@ -236,3 +236,12 @@ def test_layers_with_frozen_weights_are_flipped() -> None:
     sim.compute_encodings(feeds)
     sim.session.run(None, feeds[0])
     assert {s.spec.format.name for s in sim.quantizers.values() if s.role == "weight"} == {"float16"}
+
+
+def test_precisions_without_a_name_are_refused_when_they_are_asked_for() -> None:
+    from bitwright.aimet_torch.mixed_precision import MixedPrecisionConfigurator
+
+    wanted = MixedPrecisionConfigurator(None)
+    for activation, param in (("int2", None), (["int8", "int2"], None), ("int8", {"weight": "int2"})):
+        with pytest.raises(ValueError, match="there is no precision 'int2'"):
+            wanted.set_precision(torch.nn.Conv2d, activation, param)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.numerics.formats import FLOAT32_SCALE, Format, IntFormat, ScaleFormat
+from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, Format, IntFormat, ScaleFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
 
 
@@ -153,3 +153,13 @@ class Encoding:
             f"Encoding({self.format.name}, {self.granularity}, scale={self.scale.min():.4g}..{self.scale.max():.4g} "
             f"{self.scale.shape})"
         )
+
+
+def signed_as(encoding: Encoding, signed: bool) -> Encoding:
+    """``encoding`` on the signed or the unsigned grid of its width: the same numbers under other codes."""
+    fmt = encoding.format
+    if isinstance(fmt, FloatFormat) or fmt.signed == signed or fmt.narrow:
+        return encoding
+    moved = replace(fmt, signed=signed)
+    shift = moved.qmin - fmt.qmin
+    return replace(encoding, format=moved, zero_point=encoding.zero_point + shift)

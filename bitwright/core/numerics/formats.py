@@ -175,6 +175,36 @@ def parse_format(text: str | Format) -> Format:
     )
 
 
+def int_format(qmin: int, qmax: int) -> IntFormat | None:
+    """The integer format whose codes are ``qmin`` to ``qmax``; ``None`` if no such format exists."""
+    bits = int(qmax - qmin + 1).bit_length()
+    for width in (bits - 1, bits):
+        for signed, narrow in ((False, False), (True, False), (True, True)):
+            if 2 <= width <= 32:
+                fmt = IntFormat(width, signed, narrow)
+                if (fmt.qmin, fmt.qmax) == (qmin, qmax):
+                    return fmt
+    return None
+
+
+def float_format(exponent_bits: int, mantissa_bits: int, finite: bool = False) -> FloatFormat:
+    """The format with these fields; a named format of Bitwright if one has the same largest number.
+
+    >>> float_format(5, 10).name, float_format(4, 3, finite=True).max, float_format(4, 3).max
+    ('float16', 448.0, 240.0)
+    """
+    largest = float(2 ** (2 ** (exponent_bits - 1) - 1)) * (2 - 2.0**-mantissa_bits)
+    for known in FLOAT_FORMATS.values():
+        fields = (known.exponent_bits, known.mantissa_bits) == (exponent_bits, mantissa_bits)
+        if fields and (finite or known.max == largest):
+            return known
+    if finite:  # the topmost exponent holds numbers too, all but the last one of which is NaN
+        largest = float(2 ** (2 ** (exponent_bits - 1))) * (2 - 2.0 ** (1 - mantissa_bits))
+    bits = exponent_bits + mantissa_bits + 1
+    name = f"float{bits}_e{exponent_bits}m{mantissa_bits}_to_{largest:g}"  # not the name of a format with another end
+    return FloatFormat(name, exponent_bits, mantissa_bits, largest, scaled=bits < 16)
+
+
 @dataclass(frozen=True)
 class ScaleFormat:
     """Storage format of a tensor's scales; computations use float32.
