@@ -23,7 +23,9 @@ AdaRound draws rows of the convolution's matrix product, here 256 of those that 
 "32 pictures" is the same loop on all rows of 32 pictures, which is what a loop over whole pictures computes.
 
 Seconds are CPU time of one thread, the parts measured in turn and the best of several rounds taken, so that what else
-runs on the machine counts little. "products" are bare matrix products of the same sizes: what no method can do without.
+runs on the machine counts little. A layer of four times as many inputs and 128 samples is rounded by the matrix of second
+moments and by the rows themselves, which few samples take. "products" are bare matrix products of the same sizes: what no
+method can do without.
 """
 EXAMPLES = """\
 examples:
@@ -110,7 +112,7 @@ def gptq_rows(features: int, samples: int, rounds: int) -> dict[str, float]:
     grid, settings = grid_of(w), gptq.Settings()
 
     def second_moment() -> torch.Tensor:
-        return moments(layer, [(x, x, float(samples))], torch.Generator().manual_seed(0)).own
+        return moments(layer, [(x, x, float(samples))], torch.Generator().manual_seed(0)).matrix
 
     moment = second_moment()
 
@@ -130,12 +132,32 @@ def gptq_rows(features: int, samples: int, rounds: int) -> dict[str, float]:
     return {"whole": whole, **found, "columns": max(0.0, found["columns"] - found["Cholesky factors"])}
 
 
+def wide_rows(inputs: int, samples: int, few: bool, rounds: int) -> dict[str, float]:
+    """Seconds of a layer of 256 outputs and many more inputs than samples, by its rows or by their matrix."""
+    torch.manual_seed(0)
+    layer = Layer("l", "l", "Gemm", {"transB": 1}, (256, inputs), "l.weight")
+    x, w = torch.randn(samples, inputs), torch.randn(1, 256, inputs)
+    grid, settings = grid_of(w), gptq.Settings()
+
+    def whole() -> torch.Tensor:
+        found = moments(layer, [(x, x, float(samples))], torch.Generator().manual_seed(0), few=few)
+        return gptq.round_columns(w.clone(), gptq.factored(found.own, settings), grid, settings)
+
+    def products() -> None:
+        for stop in range(settings.block, inputs, settings.block):
+            w[0, :, : settings.block] @ x[: settings.block, stop:]
+
+    return best({"whole": whole, "products": products}, rounds)
+
+
 def measured(iterations: int, features: int, rounds: int) -> dict[str, dict[str, float]]:
     pictures = adaround_rows(max(1, iterations // 10), 32 * 256, rounds)
     return {
         f"AdaRound 64x64x3x3, {iterations} iterations, 256 rows": adaround_rows(iterations, 256, rounds),
         f"AdaRound 64x64x3x3, {iterations} iterations, 32 pictures": {n: 10 * t for n, t in pictures.items()},
         f"GPTQ {features}x{features}, {4 * features} samples": gptq_rows(features, 4 * features, rounds),
+        f"GPTQ 256x{4 * features}, 128 samples, by their matrix": wide_rows(4 * features, 128, False, 1),
+        f"GPTQ 256x{4 * features}, 128 samples, by rows": wide_rows(4 * features, 128, True, 1),
     }
 
 

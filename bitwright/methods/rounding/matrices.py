@@ -370,26 +370,21 @@ def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
 class FewRows:
     """``x^T x`` of rows ``x`` that are far fewer than columns, without the matrix: ``[G, K, K]``.
 
-    Has what rounding asks of the matrix: products from the left, selected matrices and rows, the diagonal.
+    Has what rounding asks of the matrix: products from the left, some of the matrices, the diagonal.
 
     Args:
         x: ``[G, P, K]`` float64.
-        selected: the columns of ``x`` that belong to the rows of the matrix, ``[G, P, R]``; all by default.
     """
 
-    def __init__(self, x: Tensor, selected: Tensor | None = None) -> None:
-        self.x, self._selected = x, x if selected is None else selected
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
 
     def __rmatmul__(self, left: Tensor) -> Tensor:
-        found: Tensor = (left @ self._selected.transpose(1, 2)) @ self.x
+        found: Tensor = (left @ self.x.transpose(1, 2)) @ self.x
         return found
 
-    def __getitem__(self, at: slice | tuple[slice, slice | Tensor, slice]) -> FewRows:
-        """Some of the matrices, or rows and columns of these."""
-        if isinstance(at, slice):
-            return FewRows(self.x[at])
-        matrices, rows, columns = at
-        return FewRows(self.x[matrices][:, :, columns], self.x[matrices][:, :, rows])
+    def __getitem__(self, matrices: slice) -> FewRows:
+        return FewRows(self.x[matrices])
 
     def diagonal(self, dim1: int = 1, dim2: int = 2) -> Tensor:
         """``[G, K]``; ``dim1`` and ``dim2`` as of a tensor."""

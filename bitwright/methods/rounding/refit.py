@@ -119,10 +119,10 @@ class _Rows:
 
     def _move_scale(self, system: Tensor, left: Tensor, group: int, count: int) -> None:
         zero, old = self.zero[:, group], self.scale[:, group]
-        slope, column = left[:, group], system[:, :, group]
+        slope, column = left[:, group], system[:, group]  # a row of a symmetric matrix, which is contiguous
         curve = column[:, group]
         if _has_zero_points(self.grid):
-            column = column - zero[:, None] * system[:, :, count + group]
+            column = column - zero[:, None] * system[:, count + group]
             slope = slope - zero * left[:, count + group]
             curve = column[:, group] - zero * column[:, count + group]
         wanted = (old.double() + slope / curve).float()
@@ -137,7 +137,7 @@ class _Rows:
 
     def _move_zero(self, system: Tensor, left: Tensor, group: int, count: int) -> None:
         scale, old = self.scale[:, group].double(), self.zero[:, group]
-        column = system[:, :, count + group]
+        column = system[:, count + group]
         wanted = old - left[:, count + group] / (column[:, count + group] * scale)
         lo, hi = self.grid.lo[:, group].double(), self.grid.hi[:, group].double()
         if self.grid.free:
@@ -163,6 +163,11 @@ def _system(
     """
     sums = _Sums(codes, members, offsets=offsets)
     count, bases = len(members), len(sums.bases)
+    if isinstance(hessian, FewRows):
+        x = hessian.x.transpose(1, 2)
+        parts = [basis[:, :, at] @ x[:, at] for basis in sums.bases for at in map(sums.columns, range(count))]
+        outputs = torch.stack([part.expand(*codes.shape[:2], -1) for part in parts], 2).flatten(0, 1)
+        return outputs @ outputs.transpose(1, 2), (outputs @ (target @ x).flatten(0, 1)[:, :, None])[:, :, 0]
     system = codes.new_zeros(codes.shape[0] * codes.shape[1], bases, count, bases, count)
     for b, basis in enumerate(sums.bases):
         for group in range(count):

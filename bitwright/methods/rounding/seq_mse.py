@@ -275,6 +275,12 @@ def _blocks(encoding: Encoding, layer: Layer) -> list[Tensor]:
     return [torch.nonzero(first == block).flatten() for block in first.unique()]
 
 
+def _as_slice(places: Tensor) -> slice | Tensor:
+    """Ascending places as a slice, which copies nothing, where they follow each other."""
+    start, stop = int(places[0]), int(places[-1]) + 1
+    return slice(start, stop) if stop - start == len(places) else places
+
+
 def _within_blocks(hessian: Tensor | FewRows, encoding: Encoding, layer: Layer) -> Callable[[Tensor], Tensor]:
     """``delta -> delta H``, with ``H`` restricted to blocks where scales cover blocks of inputs."""
     if not isinstance(encoding.granularity, PerBlock):
@@ -284,13 +290,12 @@ def _within_blocks(hessian: Tensor | FewRows, encoding: Encoding, layer: Layer) 
         assert block is not None
         cut = hessian * (block[:, :, None] == block[:, None, :])
         return lambda delta: delta @ cut
-    blocks, x = [block.to(hessian.x.device) for block in _blocks(encoding, layer)], hessian.x
+    parts = [(block, hessian.x[:, :, block]) for block in map(_as_slice, _blocks(encoding, layer))]
 
     def product(delta: Tensor) -> Tensor:
         found = torch.empty_like(delta)
-        for block in blocks:
-            own = x[:, :, block]
-            found[:, :, block] = (delta[:, :, block] @ own.transpose(1, 2)) @ own
+        for block, x in parts:
+            found[:, :, block] = (delta[:, :, block] @ x.transpose(1, 2)) @ x
         return found
 
     return product

@@ -34,6 +34,7 @@ from bitwright.methods.rounding.reconstruct import (
 )
 from bitwright.methods.rounding.refit import _system, refitted
 from bitwright.methods.rounding.seq_mse import Settings as SeqMseSettings
+from bitwright.methods.rounding.seq_mse import _within_blocks
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
 
 
@@ -133,14 +134,10 @@ def test_few_rows_give_what_their_matrix_gives(groups, damping):
     rows, matrix = FewRows(x.double()), (x.double().transpose(1, 2) @ x.double())
     w = torch.randn(groups, 12, 300, generator=generator)
     grid = Grid(w.abs().amax(2, keepdim=True) / 7, torch.tensor(-8.0), torch.tensor(7.0))
-    settings, columns = Settings(damping=damping), torch.tensor([3, 7, 200])
+    settings = Settings(damping=damping)
 
     wide = w.double()
     torch.testing.assert_close(wide @ rows, wide @ matrix)
-    every, some = slice(None), slice(128, None)
-    torch.testing.assert_close(
-        wide[:, :, :3] @ rows[every, columns, some], wide[:, :, :3] @ matrix[every, columns, some]
-    )
     torch.testing.assert_close(wide[:1] @ rows[0:1], wide[:1] @ matrix[0:1])
     torch.testing.assert_close(rows.diagonal(dim1=1, dim2=2), matrix.diagonal(dim1=1, dim2=2))
 
@@ -153,6 +150,16 @@ def test_few_rows_give_what_their_matrix_gives(groups, damping):
     assert float((codes[0] == codes[1]).float().mean()) > 0.995
     errors = [float(quadratic_error(grid.values(c) - w, matrix).sum()) for c in (*codes, grid.nearest(w))]
     assert errors[0] == pytest.approx(errors[1], rel=0.02) and errors[0] < 0.3 * errors[2]
+
+
+@pytest.mark.parametrize("granularity", [PerBlock(16, 1, 0), PerChannel(0)])
+def test_scales_are_compared_by_few_rows_as_by_their_matrix(granularity):
+    x, w = torch.randn(1, 6, 40, dtype=torch.float64), torch.randn(8, 40)
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (8, 40), "fc.weight")
+    spec = weight_spec("int4", granularity)
+    encoding = encode(*choose_range_of(w, spec, granularity), spec, granularity)
+    few, whole = (_within_blocks(hessian, encoding, layer) for hessian in (FewRows(x), x.transpose(1, 2) @ x))
+    torch.testing.assert_close(few(w[None].double()), whole(w[None].double()))
 
 
 @pytest.mark.parametrize(("samples", "kept"), [(256, True), (257, False)])
@@ -629,6 +636,16 @@ def test_a_refit_never_raises_the_error_of_any_row_and_is_stored_as_the_format_s
         assert torch.equal(moved.stored(moved.scale), moved.scale)
         found, values = grid_encoding(moved, encoding, layer), layer.tensor(moved.values(new))
         torch.testing.assert_close(fake_quantize(values, found), values, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["int4", "zero-points"])
+def test_a_refit_by_few_rows_is_that_by_their_matrix(name):
+    grid, _, _, w, _ = refit_problem(name)
+    x = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    codes = grid.nearest(w)
+    few, whole = (refitted(grid, codes, w, hessian) for hessian in (FewRows(x), x.transpose(1, 2) @ x))
+    assert torch.equal(few[1], whole[1]) and not torch.equal(few[0].scale, grid.scale)
+    torch.testing.assert_close(few[0].scale, whole[0].scale)
 
 
 def test_a_refit_finds_the_grid_that_weights_lie_on():
