@@ -46,6 +46,7 @@ from pkgutil import resolve_name
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 import onnxscript
 import torch
@@ -295,6 +296,40 @@ def slogdet(self: Any) -> tuple[Any, Any, Any, Any]:
     return op.Sign(made), op.Add(op.Log(op.Abs(made)), lengths), op.Identity(self), op.Identity(self)
 
 
+def solve_triangular(self: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    """``aten.linalg_solve_triangular`` by the inverse, which is made of blocks, each of two of half its size.
+
+    ``[[P, 0], [C, Q]]`` has the inverse ``D - D [[0, 0], [C, 0]] D`` with ``D = [[P^-1, 0], [0, Q^-1]]``. A series of powers of
+    the part below the diagonal would be as short, but its terms may be far larger than the inverse.
+
+    Raises:
+        ValueError: the number of rows is not known.
+    """
+    count = self.shape[-1]
+    if not isinstance(count, int):
+        raise ValueError(f"the number of rows, {count}, is not fixed")
+    places = np.arange(count)
+    one = op.CastLike(op.Constant(value_float=1.0), self)
+
+    def constant(mask: Any) -> Any:
+        return op.CastLike(op.Constant(value=ir.tensor(mask.astype(np.float32))), self)
+
+    diagonal = constant(np.eye(count))
+    inverse = (
+        diagonal
+        if unitriangular
+        else op.Mul(diagonal, op.Div(one, op.Add(op.Mul(self, diagonal), op.Sub(one, diagonal))))
+    )
+    size = 1
+    while size < count:
+        block = places // size
+        below = (block[:, None] % 2 == 1) & (block[None] == block[:, None] - 1)
+        part = op.Mul(self, constant(below.T if upper else below))
+        inverse = op.Sub(inverse, op.MatMul(op.MatMul(inverse, part), inverse))
+        size *= 2
+    return op.MatMul(inverse, B) if left else op.MatMul(B, inverse)
+
+
 def rrelu(
     self: Any, noise: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> tuple[Any, Any]:
@@ -394,6 +429,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.cumprod.default: cumprod,
     torch.ops.aten._linalg_det.default: det,
     torch.ops.aten._linalg_slogdet.default: slogdet,
+    torch.ops.aten.linalg_solve_triangular.default: solve_triangular,
     torch.ops.aten.scatter_reduce.two: scatter_reduce,
     torch.ops.aten.rrelu_with_noise_functional.default: rrelu,
     torch.ops.aten._adaptive_avg_pool3d.default: adaptive_avg_pool3d,
