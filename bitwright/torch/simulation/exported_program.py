@@ -684,7 +684,8 @@ class _Recorded(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         state = dict(named_state(self.model))
-        return self.program([state[name] for name in self._names], *tensors)
+        with preserve_node_meta():  # the lines of code of the calls
+            return fx.Interpreter(self.program).run([state[name] for name in self._names], *tensors)
 
 
 def recorded_program(

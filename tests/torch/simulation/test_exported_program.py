@@ -202,9 +202,18 @@ def eigenvectors(x: Tensor) -> Tensor:
     return torch.linalg.eigh(x.T @ x)[1]
 
 
+def eigenvectors_of_drawn_rows(x: Tensor) -> Tensor:
+    """Numbers that Python reads are recorded in one run, of which the program is made."""
+    return eigenvectors(x[[int(i) for i in torch.multinomial(torch.ones(6), 6)]])
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
+        (
+            eigenvectors_of_drawn_rows,
+            r"aten._linalg_eigh, called at test_exported_program.py:\d+, in eigenvectors\. Remedy",
+        ),
         (by_numpy, r"test_exported_program.py:\d+, in \w+: a number that Python reads there"),
         (by_array, r"test_exported_program.py:\d+, in \w+: a number that Python reads there"),
         (
