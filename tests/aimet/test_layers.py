@@ -321,6 +321,9 @@ def test_codes_have_the_dtype_of_the_input_or_an_error():
     quantizer = Q.affine.Quantize((), 16, False)
     quantizer.set_range(0.0, 1.0)
     assert quantizer(torch.rand(3)).dtype == torch.float32
+    narrow = Q.affine.QuantizeDequantize((), 16, False)
+    narrow.set_range(0.0, 1.0)
+    assert torch.equal(narrow.half()(torch.tensor([0.0, 2.0])), torch.tensor([0.0, 1.0]))
     with pytest.raises(RuntimeError, match=r"bfloat16 does not hold the codes 0 to 65535"):
         quantizer(torch.rand(3, dtype=torch.bfloat16))
 

@@ -173,7 +173,7 @@ def grid_of_range(
     """Scale and zero point of the grid with the ends ``lo`` and ``hi``; differentiable in both.
 
     Args:
-        lo, hi: ends of the range, ``lo < hi``, of one shape.
+        lo, hi: ends of the range, ``lo < hi``, of one shape; computed with in float32 at least.
         qmin, qmax: ends of the grid.
         symmetric: keep the zero point in the middle of the grid.
 
@@ -181,6 +181,7 @@ def grid_of_range(
     tensor(64.)
     """
     tiny = torch.finfo(torch.float32).tiny
+    lo, hi = (end.to(torch.promote_types(end.dtype, torch.float32)) for end in (lo, hi))
     scale = ((hi - lo) / (qmax - qmin)).clamp(min=tiny)
     if symmetric:
         return scale, torch.full_like(scale, float((qmin + qmax + 1) // 2))
