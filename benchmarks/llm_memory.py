@@ -306,7 +306,8 @@ def main() -> None:
             exact = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
             found = subprocess.run(command, capture_output=True, text=True, env=exact)
             if found.returncode:
-                print(f"{recipe:18}  failed: {found.stderr.strip().splitlines()[-1]}")
+                said = found.stderr.strip().splitlines() or [f"exit code {found.returncode}"]
+                print(f"{recipe:18}  failed: {said[-1]}")
                 continue
             row = json.loads(found.stdout.strip().splitlines()[-1])
             stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in row.get("seconds", {}).items())
