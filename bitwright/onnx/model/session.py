@@ -54,8 +54,8 @@ def open_session(
             nothing, so that every node of the model runs.
         arena: keep the memory of one run for the next.
         packed: copy weights into the layout of the kernels, which is faster and sums in another order. Otherwise weights that
-            lie in files stay there, mapped, so that a model may be larger than the memory. By default where the weights take
-            at most half of the free memory.
+            lie in files stay there, mapped, and their pages can be taken back when memory is short. By default where the
+            weights take at most half of the free memory.
 
     Raises:
         ConfigError: a provider is not available.
