@@ -110,7 +110,7 @@ def test_ptq_speed_runs(tmp_path):
     ran = run("ptq_speed.py", *options)
     assert ran.returncode == 0, ran.stderr
     results = json.loads((tmp_path / "s.json").read_text())["results"]
-    assert len(results) == 3 and all(parts["whole"] > 0 for parts in results.values())
+    assert len(results) == 5 and all(parts["whole"] > 0 for parts in results.values())
 
 
 @pytest.mark.slow
