@@ -25,6 +25,11 @@ from tests.onnx.nets import Net, body
 GENERATOR = torch.Generator().manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _same_data_in_any_order():
+    GENERATOR.manual_seed(1)
+
+
 def made(module):
     torch.manual_seed(0)
     return module().eval()
