@@ -142,6 +142,7 @@ def _code_of(content: bytes, name: str) -> tuple[Any, list[tuple[Any, str]]]:
     """A notebook, and its cells of code with their text."""
     try:
         notebook: Any = json.loads(content)
+        json.dumps(notebook, ensure_ascii=False).encode()  # a lone surrogate is no text
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
         return notebook, [(cell, "".join(cell["source"])) for cell in cells]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -122,6 +122,8 @@ def test_notebook_is_rewritten_cell_by_cell():
     expected[3]["source"] = "%%time\nfrom bitwright.aimet_torch.winnow import ReShape"
     assert new == notebook | {"cells": expected}
     assert found.changed == 2 and [f.where for f in found.missing] == ["cell 3:2"]
+    with pytest.raises(ConfigError, match=r"not a notebook: UnicodeEncodeError.*format 4"):
+        migrate_file(b'{"cells": [{"cell_type": "code", "source": "a = \'\\ud800\'"}]}', "a.ipynb")
     with pytest.raises(ConfigError, match=r"not a notebook: TypeError.*format 4"):
         migrate_file(b'{"cells": [{"cell_type": "code", "source": ["import torch", []]}]}', "a.ipynb")
     with pytest.raises(ConfigError, match=r"not a notebook.*format 4"):

@@ -82,7 +82,8 @@ def _other(tensor: Any, rng: Random, torch: Any) -> Any:
     if kind == 4:
         return tensor.to(pick((torch.float16, torch.float64, torch.int64, torch.int8, torch.bool), rng))
     if kind == 5 and tensor.is_floating_point():
-        return torch.full_like(tensor, pick((0.0, -1.0, float("nan"), float("inf"), 1e30), rng))
+        value = pick((0.0, -1.0, float("nan"), float("inf"), 1e30), rng)
+        return torch.full_like(tensor, value, dtype=torch.float64).to(tensor.dtype)  # float16 has no 1e30
     if kind == 6 and len(flat) > 1 and tensor.dtype != torch.bool:
         changed = flat.clone()
         changed[int(rng.integers(len(flat)))] = pick(_NUMBERS, rng) & 0x7F

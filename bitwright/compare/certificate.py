@@ -161,6 +161,7 @@ def read_certificate(path: str | os.PathLike[str]) -> Document:
     content = read_bytes(path, _MAX_BYTES, ExportError, unreadable=read_error)
     try:
         document = json.loads(content)
+        json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate is no text
     except (ValueError, RecursionError) as error:
         raise ExportError(site, f"it was changed since it was written: {error}", _AGAIN) from error
     if not isinstance(document, dict) or document.get("kind") != "bitwright certificate":

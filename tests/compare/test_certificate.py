@@ -86,6 +86,15 @@ def test_entries_of_another_kind_are_refused_though_their_digest_is_right(
         read_certificate(changed)
 
 
+def test_a_name_that_is_no_text_is_a_change(folder: Path, tmp_path: Path) -> None:
+    def rename(found) -> None:
+        found["files"]["\ud800"] = found["files"].pop("net.onnx")
+
+    changed = rewritten(folder / "net_certificate.json", tmp_path / "c.json", rename)
+    with pytest.raises(ExportError, match="it was changed since it was written: .*surrogates not allowed"):
+        read_certificate(changed)
+
+
 def test_a_file_that_came_later_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inner = folder / "parts"
     inner.mkdir()

@@ -22,6 +22,7 @@ from bitwright.compare import benchmark as deployed
 from bitwright.compare.benchmark import brief_speed, measured_if_short
 from bitwright.errors import ConfigError, EncodingsError, ExportError
 from bitwright.export.contents import Table, contents
+from bitwright.export.files.manifest import read_origin
 from bitwright.export.opsets import bring_to
 from bitwright.onnx import QuantizationSimModel, load_model
 from bitwright.runtimes.timing import Ratio
@@ -319,3 +320,11 @@ def test_versions_that_do_not_exist_or_do_not_fit():
         bring_to(model, None, 7)
     bring_to(model, 13, 9)
     assert (model.opset_imports[""], model.ir_version) == (13, 9)
+
+
+def test_provenance_that_is_not_utf8_is_shown_with_its_faulty_bytes_replaced(tmp_path):
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], []))
+    model.metadata_props.add(key="bitwright.rules", value="default rules")
+    content = model.SerializeToString().replace(b"default rules", b"default r\xf5les")
+    (tmp_path / "m.onnx").write_bytes(content)
+    assert read_origin(tmp_path / "m.onnx") == {"rules": "default r\ufffdles"}

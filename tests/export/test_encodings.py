@@ -886,3 +886,11 @@ def test_the_file_is_read_back_strictly(tmp_path: Path, version: str) -> None:
     made.sites.write_text(json.dumps(document))
     with pytest.raises(EncodingsError, match="key 'carried': it is 3, not a text.*export the model again"):
         QuantizationSimModel(model()).load_encodings(made.encodings)
+
+
+def test_a_record_whose_name_is_a_pattern_is_of_no_site(tmp_path: Path) -> None:
+    made = simulated().export(tmp_path, "net", samples=False, encoding_version="1.0.0")
+    document = json.loads(made.encodings.read_text())
+    document["activation_encodings"][0]["name"] = "*"
+    with pytest.raises(EncodingsError, match=r"'\*'"):
+        QuantizationSimModel(model()).load_encodings(document)

@@ -303,7 +303,8 @@ def test_a_search_with_measured_times_ends_on_what_is_fast(times: Any) -> None:
     ),
     (lambda found: {**found, "of": {**found["of"], "graph": "x"}}, "its times are of another graph"),
     (lambda found: {"Conv": {"w8a8": 1.0}}, "it holds no times that were measured"),
-], ids=["machine", "graph", "a table of a user"])  # fmt: skip
+    (lambda found: {**found, "of": 3}, "it holds no times that were measured.*remove it to measure again"),
+], ids=["machine", "graph", "a table of a user", "of a number"])  # fmt: skip
 def test_times_of_something_else_are_refused(change: Any, message: str, times: Any, tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text(json.dumps(change(times[0])))

@@ -265,12 +265,12 @@ def _by_name(
     records: Iterable[NamedEncoding], sim: Simulation, sites: Iterable[Site], by_tensor: Container[str]
 ) -> tuple[dict[str, NamedEncoding], list[str]]:
     """Site -> the record by its name or its tensor's, where it has none ``by_tensor``; and names without a site."""
-    by_value = _sites_by_value(sim, sites)
+    by_value, own = _sites_by_value(sim, sites), set(sim.quantizers)  # of which a pattern such as "*" is none
     found: dict[str, NamedEncoding] = {}
     unused = []
     for record in records:
         names = [name for name in by_value.get(record.name, []) if name not in by_tensor]
-        if record.name in sim.quantizers:
+        if record.name in own:
             names = [record.name]
         found.update(dict.fromkeys(names, record))
         if not names:

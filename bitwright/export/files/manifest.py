@@ -382,4 +382,10 @@ def read_message(path: str | os.PathLike[str]) -> onnx.ModelProto:
 
 def origin_in(model: onnx.ModelProto) -> dict[str, str]:
     """Provenance that :func:`write_origin` stored in a model."""
-    return {prop.key.removeprefix(_PREFIX): prop.value for prop in model.metadata_props if prop.key.startswith(_PREFIX)}
+    pairs = ((_text_of(prop.key), _text_of(prop.value)) for prop in model.metadata_props)
+    return {key.removeprefix(_PREFIX): value for key, value in pairs if key.startswith(_PREFIX)}
+
+
+def _text_of(held: str | bytes) -> str:
+    """A text of a message; of one that is not UTF-8 protobuf gives the bytes, of which the faulty ones are replaced."""
+    return held if isinstance(held, str) else held.decode(errors="replace")
