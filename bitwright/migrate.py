@@ -179,20 +179,27 @@ def _parsed(source: str, name: str) -> ast.Module:
         ConfigError: it is not Python.
     """
     try:
-        return ast.parse(source.removeprefix("\ufeff"))
+        return _tree(source.removeprefix("\ufeff"))
     except SyntaxError as error:
         plain = "".join(
             f"{match[1]}pass\n" if (match := _MAGIC.match(line)) else line
             for line in _LINE.findall(source.removeprefix("\ufeff"))
         )
         try:
-            return ast.parse(plain)
+            return _tree(plain)
         except SyntaxError:
             raise ConfigError(
                 f"{name}, line {error.lineno}",
                 f"it is not Python: {error.msg}",
                 "give a script that Python 3 can run (2to3 converts Python 2)",
             ) from error
+
+
+def _tree(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (MemoryError, RecursionError) as error:  # of the parser, whatever the memory
+        raise SyntaxError("it is nested too deeply", ("", 1, 0, "")) from error
 
 
 def _top(name: str | None) -> str:

@@ -189,3 +189,8 @@ def test_note_of_the_other_package_is_not_given_where_the_package_is_known():
         "from aimet_onnx.llm_topology import analyze_llm_topology\nfrom aimet_torch.utils import analyze_llm_topology\n"
     )
     assert [(f.line, f.missing) for f in found.findings] == [(1, False), (2, True)]
+
+
+def test_a_script_that_is_nested_too_deeply_is_refused():
+    with pytest.raises(ConfigError, match="a.py, line 1: it is not Python: it is nested too deeply"):
+        migrate_file(b"a = " + b"-" * 100_000 + b"1", "a.py")
