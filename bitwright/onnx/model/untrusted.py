@@ -306,6 +306,9 @@ def _check_entries(tensor: onnx.TensorProto, site: str, needed: int) -> None:
         _compare(tensor, site, int(entries["length"]), needed, "bytes")
 
 
+_MOST_IN_A_BLOCK = 1 << 31  # whose square is a number of 64 bits
+
+
 def check_nodes(model: ir.Model, opset: int) -> None:
     """Check that standard nodes have the inputs and attributes they need, and If, Loop and Scan fitting bodies.
 
@@ -335,6 +338,9 @@ def _wrong_with_node(node: ir.Node, schema: onnx.defs.OpSchema) -> str | None:
     for name in needed:
         if name not in node.attributes:
             return f"it is {with_article(node.op_type)} without {name}"
+    size = node.attributes.get("blocksize")
+    if size is not None and size.type == ir.AttributeType.INT and not 0 < size.as_int() < _MOST_IN_A_BLOCK:
+        return f"its blocksize is {size.as_int()}"  # ONNX Runtime divides by its square
     count = len(node.inputs)
     if not schema.min_input <= count <= schema.max_input:
         return (

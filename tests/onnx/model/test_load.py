@@ -768,3 +768,11 @@ def test_an_activation_function_that_is_not_known_is_named():
     )
     with pytest.raises(ModelError, match="fused: it is a FusedConv .*with the activation function 'Swirl'"):
         load_model(n.model("y", domains={"com.microsoft": 1}))
+
+
+@pytest.mark.parametrize("size", [0, -2, 1 << 62])
+def test_a_block_that_would_end_the_process_is_refused(size):
+    node = helper.make_node("DepthToSpace", ["x"], ["y"], name="d", blocksize=size)
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 4, 2, 2]) for name in "xy")
+    with pytest.raises(ModelError, match=f"node 'd': its blocksize is {size}"):
+        load_model(helper.make_model(helper.make_graph([node], "g", [x], [y])))
