@@ -612,9 +612,9 @@ def _kept(path: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
     """Times of an earlier measurement."""
     remedy = "remove it to measure again, or name another file"
     found = read_document(path, ConfigError, remedy=remedy)
-    theirs = found.get("of", {}) if isinstance(found, dict) and found.get("format") == TIMES_FORMAT else None
-    if not isinstance(found, dict) or not isinstance(theirs, dict):
+    if not isinstance(found, dict) or found.get("format") != TIMES_FORMAT or not isinstance(found.get("of", {}), dict):
         raise ConfigError(str(path), "it holds no times that were measured", remedy)
+    theirs = found.get("of", {})
     for key, value in mine.items():
         if theirs.get(key) != value:
             raise ConfigError(

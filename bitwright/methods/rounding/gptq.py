@@ -229,10 +229,8 @@ def _round_block(
 
     ``upper`` is ``U`` of these columns, ``[columns, columns, G]``.
     """
-    every, diagonal = (
-        group_of_pattern(settings.pattern),
-        torch.diagonal(upper).t().contiguous()[:, :, None],
-    )  # [columns, G, 1]
+    every = group_of_pattern(settings.pattern)
+    diagonal = torch.diagonal(upper).t().contiguous()[:, :, None]  # [columns, G, 1]
     gone = _gone(block, diagonal, settings, every)
     for j, k in enumerate(range(here.start, here.stop)):
         if every is not None and k % every[1] == 0:
