@@ -152,8 +152,10 @@ def _matrix(graph: Graph, op: Op) -> tuple[str, str | None] | None:
         return None
     if op.type != "Conv" and len(weight.shape) != 2:
         return None
-    bias = graph.values[str(op.inputs[2])].param if len(op.inputs) > 2 and op.inputs[2] is not None else None
-    return weight.param, bias
+    bias = graph.values[str(op.inputs[2])] if len(op.inputs) > 2 and op.inputs[2] is not None else None
+    if bias is not None and (bias.param is None or len(bias.shape) != 1 or op.attrs.get("beta", 1.0) != 1):
+        return None
+    return weight.param, None if bias is None else bias.param
 
 
 def _places(op: Op, shape: Sequence[int], batch: int) -> Array:
@@ -207,7 +209,8 @@ class _Reader:
         W = self._W
         b = None if self._bias is None else np.asarray(self._view.param(self._bias), np.float64)
         columns = self._op.type == "Conv" or bool(self._op.attrs.get("transB"))
-        V = W.reshape(len(W), -1).T if columns else W
+        alpha = float(self._op.attrs.get("alpha", 1.0)) if self._op.type == "Gemm" else 1.0
+        V = alpha * (W.reshape(len(W), -1).T if columns else W)
         given, self._rows = self._rows, {}
         if len(V) > _MOST or sum(map(len, given.values())) < 8 or any(x.shape[1] != len(V) for x in given.values()):
             return {}
@@ -222,7 +225,7 @@ class _Reader:
         if not after > before:
             return {self.name: Fit(self.name, before, after, False)}
         new = least_squares(A, Y, V0)
-        V1 = new if b is None else new[:-1]
+        V1 = (new if b is None else new[:-1]) / alpha
         edits = [SetParam(self._weight, (V1.T.reshape(W.shape) if columns else V1).astype(np.float32))]
         if b is not None and self._bias is not None:
             edits.append(SetParam(self._bias, new[-1].astype(np.float32)))

@@ -439,6 +439,7 @@ class LowRankLayer:
         bias = None
         if self._mean is not None:
             bias = (self.W - made.composed).reshape(len(self.W), -1) @ self._mean
+            bias *= self.op.attrs.get("alpha", 1.0) if self.op.type == "Gemm" else 1.0
         edit = Chain(self.name, made.before, made.last, made.attrs)
         return Factored(self.name, form, rank, macs, params, made.error, edit, bias)
 
@@ -589,7 +590,8 @@ def _bias(view: FloatModel, graph: Graph, op: Op) -> tuple[bool, str | None]:
     if len(op.inputs) < 3 or op.inputs[2] is None:
         return view.can_edit(AddBias(op.name, np.zeros(1))) is None, None
     bias = graph.values[op.inputs[2]]
-    own = bias.kind == "param" and len(graph.consumers(bias.name)) == 1
+    one = len(graph.consumers(bias.name)) == 1 and bias.shape[-1:] == (math.prod(bias.shape),)
+    own = bias.kind == "param" and one
     return own, bias.param if own else None
 
 

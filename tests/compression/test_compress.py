@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.numpy_helper
+import onnx.parser
+import onnx_ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -133,6 +136,29 @@ def test_a_file_with_weights_beside_it_in_another_folder(net: Net, tmp_path: Pat
         for model in (result.model.SerializeToString(), str(files[0]))
     )
     np.testing.assert_array_equal(one, other)
+
+
+def test_factors_of_gemm_count_when_layers_are_fitted() -> None:
+    """Half of the units are others times a tenth: they go, and the layer that reads them computes what it did."""
+    rng = np.random.default_rng(0)
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]> g (float[N,8] x) => (float[N,6] y) {
+        a = Gemm(x, W, b)
+        r = Relu(a)
+        y = Gemm<alpha=0.5,beta=2.0>(r, V, c)
+    }""")
+    W = rng.normal(size=(8, 8))
+    weights = {"W": np.hstack([W, W / 10]), "b": np.zeros((1, 16)), "V": rng.normal(size=(16, 6)), "c": np.ones((1, 6))}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a.astype(np.float32), n) for n, a in weights.items())
+    x = rng.normal(size=(64, 8)).astype(np.float32)
+    small = bitwright.compress(model, [x], {"macs": 0.5}, ranking="uniform", widths=1, progress=False)
+    assert small.sqnr > 100
+    opened = load_model(model)
+    svd_model(opened, [x], macs=0.9, exclude=["a"], progress=False)
+    made = [
+        ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+        for m in (model, onnx_ir.to_proto(opened.model))
+    ]
+    np.testing.assert_allclose(made[0].mean(0), made[1].mean(0), atol=1e-5)
 
 
 WITHOUT_TORCH = """

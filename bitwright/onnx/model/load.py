@@ -13,7 +13,7 @@ What is done, in this order; none of it changes the function, the inputs, the ou
 6. bidirectional RNN, GRU and LSTM nodes become one node per direction;
 7. what no iteration of a Loop or Scan changes is read from outside its body;
 8. shapes and types are inferred;
-9. ``CastLike`` becomes ``Cast`` where the type is known, and ``Gemm`` with a ``beta`` of 0 reads no bias;
+9. ``CastLike`` becomes ``Cast`` where the type is known, and stored biases of ``Gemm`` become vectors that are added once;
 10. initializers of bodies move to the main graph.
 """
 
@@ -50,11 +50,11 @@ from bitwright.export.files.onnx_file import (
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
 from bitwright.onnx.model.integer_operators import write_as_qdq
 from bitwright.onnx.model.rewrites import (
-    drop_ignored_biases,
     drop_unchanged_states,
     drop_unread_masks,
     split_directions,
     undo_optimizations,
+    write_plain_biases,
 )
 from bitwright.onnx.model.session import open_session, weights
 from bitwright.onnx.model.untrusted import (
@@ -154,7 +154,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
         some = first_few(sorted(wrong))
         notes.append(f"shapes that the model states and its operators contradict are ignored: {some}")
     _name_types(copy)
-    drop_ignored_biases(copy)
+    write_plain_biases(copy)
     LiftSubgraphInitializersToMainGraphPass()(copy)
     notes += _foreign_domains(copy)
     if copy.ir_version > _MOST_IR:

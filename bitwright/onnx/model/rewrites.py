@@ -54,6 +54,7 @@ from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.session import open_session, save_optimized
 from bitwright.runtimes.onnxruntime import refusals
 
+Array = NDArray[Any]
 _STANDARD = ("", "ai.onnx")
 _DIRECTIONS = ("forward", "reverse")
 _SHARED = (X, LENGTHS)  # inputs that both directions read; the others have an axis of directions
@@ -488,19 +489,54 @@ def drop_unread_masks(model: ir.Model) -> None:
                 node.resize_outputs(1)
 
 
-def drop_ignored_biases(model: ir.Model) -> None:
-    """Let every Gemm with a ``beta`` of 0, as JAX's exporter writes products, read no bias; ``model`` is changed in place."""
+def write_plain_biases(model: ir.Model) -> None:
+    """Let every Gemm add its stored bias once, as a vector with a number per output; ``model`` is changed in place.
+
+    With a ``beta`` of 0, as JAX's exporter writes products, it reads none; another one is multiplied into the bias. A bias of
+    one row, as CNTK writes it, becomes a vector, and one number is written out.
+    """
+    names: Names | None = None
     for node in all_nodes(model.graph):
-        standard = node.op_type == "Gemm" and node.domain in _STANDARD
-        if standard and node.attributes.get_float("beta", 1.0) == 0:
-            biases = [value for value in node.inputs[2:] if value is not None and value.is_initializer()]
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        if node.op_type != "Gemm" or node.domain not in _STANDARD or bias is None:
+            continue
+        beta = node.attributes.get_float("beta", 1.0)
+        vector = _bias_vector(node, bias, beta)
+        if beta == 0:
             node.resize_inputs(2)
-            del node.attributes["beta"]
-            for value in biases:
-                remove_unread(value)
+        elif vector is None:
+            continue
+        elif len(bias.uses()) > 1:
+            names = names or Names(model)
+            node.replace_input_with(2, Pen(model, names, node).constant(vector, str(bias.name)))
+        else:
+            bias.const_value, bias.shape = ir.Tensor(vector, name=bias.name), ir.Shape(vector.shape)
+        node.attributes.pop("beta", None)
+        if beta == 0 and bias.is_initializer():
+            remove_unread(bias)
 
 
-Array = NDArray[Any]
+def _bias_vector(node: ir.Node, bias: ir.Value, beta: float) -> Array | None:
+    """``beta`` times the stored bias of a Gemm, ``[outputs]``; ``None`` where it is that already, or cannot be."""
+    made, held = node.outputs[0].shape, bias.const_value
+    outputs = made[-1] if made is not None and len(made) == 2 else None
+    if (
+        held is None
+        or not bias.is_initializer()
+        or bias.is_graph_input()
+        or not held.dtype.is_floating_point()
+        or not isinstance(outputs, int)
+    ):
+        return None
+    shape = tuple(held.shape.numpy())
+    plain = shape == (outputs,) and beta == 1
+    if plain or shape[:-1] not in ((), (1,)) or shape[-1:] not in ((), (1,), (outputs,)):
+        return None
+    array = held.numpy().reshape(-1)
+    scaled = array if beta == 1 else (array.astype(np.float64) * beta).astype(array.dtype)
+    return np.ascontiguousarray(np.broadcast_to(scaled, (outputs,)))
+
+
 _BLOCKED, _FUSED = "com.microsoft.nchwc", "com.microsoft"
 _NHWC_TO_NCHW, _NCHW_TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)
 _LEAST_SQNR = 80.0  # dB; two orders of summation of a deep network agree to about 100

@@ -249,6 +249,21 @@ def test_a_bias_that_gemm_ignores_is_not_read():
     assert not [name for name, site in sim.quantizers.items() if site.role == "bias"]
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (1, 1), (1,), (), (2, 3)], ids=str)
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_biases_of_gemm_become_vectors_that_are_added_once(shape: tuple[int, ...], beta: float):
+    """Two layers share one bias, of a single row, of a number or of a row for every sample, which stays."""
+    net = Net(seed=3)
+    x, bias = net.input("x", (2, 3)), net.const(np.random.default_rng(0).normal(size=shape).astype(np.float32), "bias")
+    h = net("Gemm", x, net.weights(3, 3, name="w"), bias, name="first", alpha=0.5, beta=beta)
+    proto = net.model(net("Gemm", h, net.weights(3, 3, name="v"), bias, name="second", out="y"))
+    loaded, feeds = load_model(proto).model, feeds_for(proto)
+    held = [node.inputs[2] for node in loaded.graph]
+    assert [tuple(b.shape) for b in held] == [shape if shape == (2, 3) else (3,)] * 2
+    assert loaded.graph[0].attributes.get_float("beta", 1.0) == (beta if shape == (2, 3) else 1.0)
+    np.testing.assert_allclose(run(loaded, feeds)[0], run(proto, feeds)[0], rtol=1e-6)
+
+
 def test_constants_become_initializers_unless_they_are_returned():
     graph = load_model(constants()).model.graph
     assert [node.op_type for node in graph] == ["MatMul", "Reshape", "Constant"]
