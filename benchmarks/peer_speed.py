@@ -125,6 +125,10 @@ class Toolkit(ABC):
     def quantizers(self) -> int:
         """Tensors that the quantized model puts on a grid in one forward pass."""
 
+    def rounded(self) -> int | None:
+        """Weights of which ``seq_mse`` chooses the ranges."""
+        return None
+
     def seq_mse(self) -> measure.Step | None:
         """Ranges of 4-bit weights by the outputs of layers."""
         return None
@@ -170,6 +174,10 @@ class Bitwright(Toolkit):
                 sim.export(folder, "model", self.bench.x)
 
         return step
+
+    def rounded(self) -> int:
+        sim = self.sim(default_param_bw=4)
+        return len(apply_reconstruction(sim, self.bench.batches[:1], "seq_mse", progress=False))
 
     def seq_mse(self) -> measure.Step:
         def step() -> None:
@@ -237,6 +245,11 @@ class Aimet(Toolkit):
                 onnx.export(sim, self.bench.x, str(Path(folder, "model.onnx")), dynamo=True)
 
         return step
+
+    def rounded(self) -> int:
+        from aimet_torch.seq_mse import SUPPORTED_MODULES
+
+        return sum(isinstance(module, SUPPORTED_MODULES) for module in self.sim().model.modules())
 
     def seq_mse(self) -> measure.Step:
         from aimet_torch.seq_mse import apply_seq_mse as apply
@@ -332,7 +345,10 @@ ROWS: dict[str, tuple[Callable[[Any], measure.Step | None], str]] = {
     "seq_mse": (lambda kit: kit.seq_mse(), "forward"),
     "adaround": (lambda kit: kit.adaround(), "forward"),
 }
-COUNT = "tensors on a grid, number"
+COUNTS: dict[str, Callable[[Any], int | None]] = {
+    "tensors on a grid, number": lambda kit: kit.quantizers(),
+    "weights that seq_mse treats, number": lambda kit: kit.rounded(),
+}
 LONG = ("seq_mse", "adaround", "export", "equalization")  # at most two rounds, without one that is not measured
 FIRST_ONLY = {"equalization": ("resnet18", "mobilenet_v2")}  # rows that need batch norms
 
@@ -387,13 +403,13 @@ def measured(model: str, row: str, kits: Sequence[str], rounds: int) -> dict[str
     return {**found, **{kit: min(times) / min(floats) for kit, times in taken.items()}}
 
 
-def counted(model: str, kits: Sequence[str]) -> dict[str, Any]:
-    """Tensors on a grid, or error, of every toolkit."""
+def counted(model: str, row: str, kits: Sequence[str]) -> dict[str, Any]:
+    """What a row of numbers counts, or the error, of every toolkit."""
     bench, found = Bench(model, Settings(False, True, 1, BATCHES)), dict[str, Any]()
     for kit in kits:
         try:
             with quiet():
-                found[kit] = TOOLKITS[kit][1](bench).quantizers()
+                found[kit] = COUNTS[row](TOOLKITS[kit][1](bench))
         except Exception as error:  # the failure of a toolkit is a result of the table
             found[kit] = first_line(error)
     return found
@@ -424,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=HELP, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--rows", nargs="+", choices=[COUNT, *ROWS], default=[COUNT, *ROWS], metavar="ROW")
+    parser.add_argument("--rows", nargs="+", choices=[*COUNTS, *ROWS], default=[*COUNTS, *ROWS], metavar="ROW")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON lines; rows in it are not measured again")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
@@ -436,13 +452,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in chosen.rows:
             if (model, row) in known or model not in FIRST_ONLY.get(row, SUBJECTS):
                 continue
-            found = counted(model, kits) if row == COUNT else measured(model, row, kits, chosen.rounds)
+            found = counted(model, row, kits) if row in COUNTS else measured(model, row, kits, chosen.rounds)
             known[model, row] = {"model": model, "row": row, "ratios": found}
             print(json.dumps(known[model, row]), file=sys.stderr, flush=True)
             if chosen.results:
                 with chosen.results.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(known[model, row]) + "\n")
-    order = list(SUBJECTS), [COUNT, *ROWS]
+    order = list(SUBJECTS), [*COUNTS, *ROWS]
     lines, notes = table([known[key] for key in sorted(known, key=lambda k: tuple(map(list.index, order, k)))], kits)
     columns = ["CPU time over float", *(NAMES[kit] for kit in kits)]
     measure.show("Steps of quantization, everything included", columns, lines)

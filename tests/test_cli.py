@@ -381,7 +381,7 @@ def test_check_config_says_what_is_wrong(tmp_path):
 
 
 def test_as_a_program_it_ends_with_three_lines_and_no_traceback(tmp_path):
-    command = [sys.executable, "-m", "bitwright.cli"]
+    command = [sys.executable, "-m", "bitwright"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(
         [*command, "verify", "gone"], capture_output=True, text=True, cwd=tmp_path, env=environment
@@ -585,7 +585,7 @@ main()
 
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_program_without_stdout_or_stderr_still_runs(closed: int) -> None:
-    code = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-m', 'bitwright.cli', '--version'])"
+    code = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-m', 'bitwright', '--version'])"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     assert process.stdout == ("" if closed == 1 else f"bitwright {__version__}\n")

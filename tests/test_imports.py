@@ -26,6 +26,7 @@ BELOW = {
 }  # fmt: skip
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),
+    "__main__": ({"cli"}, set()),
     "errors": (set(), set()),
     "progress": (set(), {"rich"}),
     "tables": ({"errors"}, {"pandas", "rich"}),

@@ -1,4 +1,4 @@
-"""``python -m bitwright.cli``."""
+"""``python -m bitwright``."""
 
 from bitwright.cli import main
 
