@@ -66,8 +66,8 @@ class Target:
             export that finds its own file saturating on the CPU where it runs writes the other weights unsigned too.
         exact_session: what a session of one's own has to be told to compute products of float activations with quantized weights
             as simulated, where its defaults do not.
-        float_results: whether integer kernels of convolutions return float as well; else one whose output has no grid is
-            computed in float.
+        code_results: types of layers whose integer kernels return codes only: one whose output has no grid is computed in float.
+        mixes: whether a network may compute some operators in float and others on codes; else every activation needs a grid.
         wide_bits: what ``quantize`` gives an activation whose 8 bits cost the outputs much, where a layer multiplies it; ``None``
             for float, where layers on more than 8 bits are computed in float and the conversions would only take time.
         signed: whether codes of signed grids of activations stay signed, where others write them unsigned.
@@ -96,7 +96,8 @@ class Target:
     closes_scans: bool = False
     unsigned_in_bodies: bool = False
     exact_session: str = ""
-    float_results: bool = True
+    code_results: frozenset[str] = frozenset()
+    mixes: bool = True
     wide_bits: int | None = 16
     signed: bool = False
     float_biases: bool = False
@@ -114,6 +115,8 @@ _ON_8_BITS = ((2, 8), (3, 8), (4, 8))
 _BOUNDARY: Mapping[str, Any] = {"recurrent": "boundary_only"}
 #: measured: 1.1 to 5 times as fast as float, where that operator with dequantized weights is as fast (docs/recurrent.md)
 _RUN_TIME: Mapping[str, Any] = {"recurrent": "run_time"}
+#: LSTM layers are in float in any case
+_LITERT_LAYERS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 #: int8 kernels of LiteRT take weights from -127 to 127, and these functions have one output grid
 _LITERT: Mapping[str, Any] = {
     **_BOUNDARY,
@@ -165,6 +168,7 @@ _OPENVINO_SESSION = (
     "OpenVINO's defaults quantize these activations to 8 bits or compute them in bfloat16, as no simulation does: compile the "
     'file with {"EXECUTION_MODE_HINT": "ACCURACY"}'
 )
+_ORT_CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))
 #: measured: benchmarks/results/stem_speed.md
 _ORT_STEM = SlowStem(channels=3, depthwise_channels=32, elements=1 << 16)
 #: measured on AVX-512 with VNNI, how they were settled: docs/decisions/0011-default-recipe.md
@@ -196,18 +200,19 @@ _OWN: dict[str, Target] = {
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
                rules=_RUN_TIME, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True, measures_codes=True,
-               pools_floats=True, float_results=False, wide_bits=None, kernel_times=_ORT_TIMES, unsigned_in_bodies=True),
+               pools_floats=True, code_results=_ORT_CONVOLUTIONS, wide_bits=None, kernel_times=_ORT_TIMES,
+               unsigned_in_bodies=True),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY, packs_odd_rows=False, short_blocks=False, closes_scans=True, exact_session=_OPENVINO_SESSION,
                wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
-               "tflite", _LITERT, _LITERT_WIDE, wide_bits=None),
+               "tflite", _LITERT, _LITERT_WIDE, code_results=_LITERT_LAYERS, wide_bits=None),
         Target("tensorrt", "TensorRT, explicit quantization: symmetric int8, biases in float, no quantizer inside fused layers",
                _ON_8_BITS, False, "scan", "onnxruntime", rules=_TENSORRT, wide_bits=None, signed=True, float_biases=True),
         Target("ncnn", "ncnn: symmetric int8 inputs of layers and biases in float, for bitwright.onnx.write_ncnn",
                _ON_8_BITS, False, "scan", "onnxruntime", rules=_NCNN, wide_bits=None, signed=True, float_biases=True),
         Target("qnn", "Qualcomm's converters (QNN, HTP): uint8 activations, and encodings of version 2.0.0", (), False, "scan",
-               "onnxruntime", rules=_BOUNDARY, encoding_version="2.0.0"),
+               "onnxruntime", rules=_BOUNDARY, encoding_version="2.0.0", mixes=False),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
     )
 }  # fmt: skip

@@ -4,7 +4,8 @@
 
 :func:`layer_inputs` quantizes only what layers with stored weights read and leaves the rest in float. That is what W8A8
 means for transformers: the products with weights, nearly all of the work, run on integers, while residual sums, gates,
-rotary positions and the products inside the attention, which lose far more accuracy than they cost time, do not.
+rotary positions and the products inside the attention, which lose far more accuracy than they cost time, do not. Some integer
+kernels return codes only, as those of convolutions in ONNX Runtime: outputs of layers that are faster on them stay quantized.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.core.simulation.simulation import Simulation
 from bitwright.core.simulation.sites import Site
+from bitwright.export.targets import Target, find_target
 from bitwright.methods.attention import has_attention
 from bitwright.methods.layers import holds_layer_weight
 from bitwright.tables import Tabular
@@ -109,12 +111,14 @@ class LayerInputsReport(Tabular):
     Attributes:
         kept: sites of values that a layer reads, or inside a recurrent layer.
         in_float: sites that were switched off.
+        why_not: why there is none.
     """
 
     _rows = "in_float"
 
     kept: tuple[str, ...]
     in_float: tuple[str, ...]
+    why_not: str = "layers read every quantized activation"
 
     @property
     def changed(self) -> bool:
@@ -125,14 +129,16 @@ class LayerInputsReport(Tabular):
     def summary(self) -> str:
         """One line."""
         if not self.in_float:
-            return "no change: layers read every quantized activation"
+            return f"no change: {self.why_not}"
         return f"{len(self.in_float)} activations between layers in float, {len(self.kept)} that layers read quantized"
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"  in float  {name}" for name in self.in_float)])
 
 
-def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> LayerInputsReport:
+def layer_inputs(
+    sim: Simulation, *, only_with_attention: bool = False, export_target: str | Target | None = None
+) -> LayerInputsReport:
     """Switch off the quantizers of activations that no layer with a stored weight reads.
 
     A layer reads what it is handed, and what was only moved on the way to it: reshaped, transposed, sliced.
@@ -142,26 +148,47 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
     Args:
         sim: the simulation; changed in place.
         only_with_attention: leave models without an attention as they are.
+        export_target: row of :data:`bitwright.export.targets.TARGETS`. Outputs of layers whose kernels return codes only there
+            stay quantized, and all activations where the target computes whole networks on codes.
+
+    Raises:
+        ConfigError: there is no such target.
     """
-    kept, off = _divided(sim, only_with_attention)
+    row = None if export_target is None else find_target(export_target)
+    why_not = _why_not(sim, only_with_attention, row)
+    if why_not is not None:
+        return LayerInputsReport(tuple(site.name for site in _narrow(sim)), (), why_not)
+    off = _between(sim, row)
     for site in off:
         site.quantizer.release("no layer with a stored weight reads it")
-    return LayerInputsReport(tuple(site.name for site in kept), tuple(site.name for site in off))
+    return LayerInputsReport(tuple(site.name for site in _narrow(sim)), tuple(site.name for site in off))
 
 
-def between_layers(sim: Simulation, *, only_with_attention: bool = False) -> tuple[str, ...]:
+def between_layers(
+    sim: Simulation, *, only_with_attention: bool = False, export_target: str | Target | None = None
+) -> tuple[str, ...]:
     """The sites that :func:`layer_inputs` would switch off."""
-    return tuple(site.name for site in _divided(sim, only_with_attention)[1])
+    row = None if export_target is None else find_target(export_target)
+    return () if _why_not(sim, only_with_attention, row) else tuple(site.name for site in _between(sim, row))
 
 
-def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], list[Site]]:
-    """The sites of narrow activations that stay, and the others."""
-    narrow = list(filter(_is_narrow_activation, sim.quantizers.values()))
-    if only_with_attention and not has_attention(sim.graph):
-        return narrow, []
-    needed = {id(site.quantizer) for site in _needed(sim)}
-    kept = [site for site in narrow if id(site.quantizer) in needed]
-    return kept, [site for site in narrow if id(site.quantizer) not in needed]
+def _why_not(sim: Simulation, only_with_attention: bool, target: Target | None) -> str | None:
+    """Why no activation is to be in float; ``None`` where some may be."""
+    if target is not None and not target.mixes:
+        return f"{target.name} computes whole networks on codes"
+    return "the model has no attention" if only_with_attention and not has_attention(sim.graph) else None
+
+
+def _narrow(sim: Simulation) -> list[Site]:
+    """Sites of activations of at most 8 bits."""
+    return list(filter(_is_narrow_activation, sim.quantizers.values()))
+
+
+def _between(sim: Simulation, target: Target | None) -> list[Site]:
+    """Sites of narrow activations that no layer reads, nor makes on a kernel that returns codes only."""
+    narrow, made = _narrow(sim), frozenset[str]() if target is None else _made_on_codes(sim, target)
+    needed = {id(site.quantizer) for site in (*_needed(sim), *(site for site in narrow if site.value in made))}
+    return [site for site in narrow if id(site.quantizer) not in needed]
 
 
 def _needed(sim: Simulation) -> Iterator[Site]:
@@ -177,6 +204,26 @@ def _needed(sim: Simulation) -> Iterator[Site]:
             yield site
         elif site.value in read or site.name in grids:
             yield site
+
+
+def _made_on_codes(sim: Simulation, target: Target) -> frozenset[str]:
+    """Values made by layers that ``target`` computes on codes where their outputs have a grid, and else slower in float."""
+    graph, times = sim.graph, target.kernel_times
+    weights = {site.op for site in sim.quantizers.values() if site.enabled and site.role == "weight"}
+    on_grid = {site.value for site in sim.quantizers.values() if site.enabled and site.role == "output"}
+    made = set[str]()
+    for op in graph.ops:
+        if op.type not in target.code_results or op.name not in weights:
+            continue
+        in_float, on_codes = (1.0, 0.0) if times is None else times.layer(graph, op)
+        value = op.outputs[0]
+        while value not in on_grid and (reader := graph.sole_consumer(value)) is not None:
+            if len([v for _, v in reader.sources() if not graph.values[v].is_static]) > 1:
+                break
+            value = reader.outputs[0]  # of what is fused into the layer
+        if in_float > on_codes:
+            made.add(value)
+    return frozenset(made)
 
 
 def _layer_of(sim: Simulation, site: Site) -> str:

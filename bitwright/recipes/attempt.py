@@ -237,8 +237,7 @@ class Attempt(Runner):
             self._float_model = self.job.given.reference(work)
         sim = self._placed(work)
         if "activation_ranges" in self._asked:
-            placing = self._asked.get("layer_inputs")
-            keep_histograms(sim, () if placing is None else between_layers(sim, **placing))
+            keep_histograms(sim, self._left_in_float(sim))
         self._some_only = trial and self._calibrated_on_some(sim)
         if not self._some_only:
             self.calibrate(sim)
@@ -247,6 +246,11 @@ class Attempt(Runner):
         if not self._state.altered:
             self.unchanged = self.start
         return sim
+
+    def _left_in_float(self, sim: Any) -> tuple[str, ...]:
+        """The sites that the step ``layer_inputs`` will switch off, if the recipe has it."""
+        placing = self._asked.get("layer_inputs")
+        return () if placing is None else between_layers(sim, export_target=self._target, **placing)
 
     def _calibrated_on_some(self, sim: Any) -> bool:
         """Calibrate on the batches of :attr:`Job.for_trials`, if there are such; returns whether every site was reached."""
@@ -337,9 +341,7 @@ class Attempt(Runner):
         sim, off = self.sim, frozenset[str]()
         if sim is None:
             made = self._trial()
-            sim = made.sim
-            if "layer_inputs" in self._asked:
-                off = frozenset(between_layers(sim, **self._asked["layer_inputs"]))
+            sim, off = made.sim, frozenset(self._left_in_float(made.sim))
             if made.start is not None and not off and not float_weights:
                 return made.start
         self.job.judge.look_at_layers(sim)
@@ -424,6 +426,7 @@ class Attempt(Runner):
             "weight": self._rules["preset"],
             "config_file": self._rules["config_file"],
             "quant_scheme": self._rules["quant_scheme"],
+            "export_target": self._target,
         }
 
     def fold(self, work: Any) -> FoldReport:

@@ -217,7 +217,9 @@ _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
 _BLOCKS = ("drop_blocks", "drop_experts", "replace_blocks")
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
 #: what a step's function is given by name where it has a parameter of that name
-GIVEN = ("data", "dummy_input", "providers", "progress", "calibrate", "weight", "config_file", "quant_scheme")
+GIVEN = (
+    "data", "dummy_input", "providers", "progress", "calibrate", "weight", "config_file", "quant_scheme", "export_target",
+)  # fmt: skip
 ROUNDING = (
     "gptq", "gptaq", "gptvq", "codebook", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "distill", "autoround",
 )  # fmt: skip

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from onnx import helper
@@ -85,7 +88,7 @@ def test_models_without_attention_can_be_left_alone():
     sim = QuantizationSimModel(convolutional().eval(), x)
     sim.compute_encodings([x])
     report = layer_inputs(sim, only_with_attention=True)
-    assert report.in_float == () and report.summary == "no change: layers read every quantized activation"
+    assert report.in_float == () and report.summary == "no change: the model has no attention"
     assert layer_inputs(sim).in_float  # the output of the sigmoid
 
 
@@ -93,6 +96,76 @@ def test_sixteen_bits_stay():
     x = torch.randn(2, 3, 8, 8)
     sim = QuantizationSimModel(convolutional().eval(), x, preset="w8a16")
     assert layer_inputs(sim).in_float == ()
+
+
+class Hybrid(nn.Module):
+    """A residual convolution, a depthwise one, and an attention over the places of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        x = self.depthwise(x + self.body(x)).flatten(2).transpose(1, 2)
+        x = self.norm(x)
+        return self.attention(x, x, x)[0]
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_convolutions_keep_their_outputs_where_kernels_return_codes_only(front, tmp_path):
+    torch.manual_seed(0)
+    model, x = Hybrid().eval(), torch.randn(2, 8, 12, 12)
+    kernels = {}
+    for target in ("ort_cpu", "openvino_cpu"):
+        given, data = model, x
+        if front == "onnx":
+            program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+            assert program is not None
+            given, data = program.model_proto, x.numpy()
+        result = bitwright.quantize(
+            given,
+            [data],
+            recipe=["layer_inputs"],
+            target=target,
+            path=tmp_path / target,
+            progress=False,
+            measure_speed=False,
+        )
+        options = ort.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / f"{target}.onnx")
+        ort.InferenceSession(result.exported.qdq, options, providers=["CPUExecutionProvider"])
+        kernels[target] = Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
+        assert result.sim.verify(data)
+    # ONNX Runtime: the residual one too, not the depthwise one, which is faster in float; OpenVINO's return floats
+    assert kernels["ort_cpu"]["QLinearConv"] == 2
+    assert kernels["openvino_cpu"]["QLinearConv"] == 1
+
+
+def test_all_activations_stay_where_a_target_computes_whole_networks_on_codes():
+    torch.manual_seed(0)
+    model, x = Decoder(tied=False), torch.randint(0, 11, (2, 6))
+    sim = QuantizationSimModel(model, x)
+    report = layer_inputs(sim, export_target="qnn")
+    assert not report.changed and report.summary == "no change: qnn computes whole networks on codes"
+    assert len(report.kept) > len(layer_inputs(sim, export_target="litert").kept) > len(layer_inputs(sim).kept)
+
+
+def test_linear_layers_of_litert_run_on_codes(tmp_path):
+    litert = pytest.importorskip("ai_edge_litert.interpreter")
+    torch.manual_seed(0)
+    model, x = Attending().eval(), torch.randn(2, 5, 8)
+    result = bitwright.quantize(
+        model, [x], recipe=["layer_inputs"], target="litert", path=tmp_path, progress=False, measure_speed=False
+    )
+    interpreter = litert.Interpreter(str(next(tmp_path.glob("*.tflite"))))
+    interpreter.allocate_tensors()
+    types = {one["index"]: one["dtype"] for one in interpreter.get_tensor_details()}
+    layers = [op for op in interpreter._get_ops_details() if op["op_name"] == "FULLY_CONNECTED"]
+    assert len(layers) == 3 and all(types[op["outputs"][0]] == np.int8 for op in layers)
+    assert result.sim.verify(x, runtime="litert")
 
 
 class Attending(nn.Module):

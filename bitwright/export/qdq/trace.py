@@ -395,7 +395,7 @@ def _layers_in_float(w: Writing) -> Iterator[ir.Node]:
         if node.domain or node.op_type not in _ARRANGES:
             continue
         given = w.grids.get(node.inputs[0]) if node.inputs[0] is not None else None
-        on_integers = node.outputs[0] in rounded or (is_narrow(given) and w.target.float_results)
+        on_integers = node.outputs[0] in rounded or (is_narrow(given) and node.op_type not in w.target.code_results)
         if node.op_type in CELLS or given is None or not on_integers:
             yield node
 
