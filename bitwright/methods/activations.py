@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.quantizer import Quantizer
@@ -186,7 +187,7 @@ def _narrow(sim: Simulation) -> list[Site]:
 
 def _between(sim: Simulation, target: Target | None) -> list[Site]:
     """Sites of narrow activations that no layer reads, nor makes on a kernel that returns codes only."""
-    narrow, made = _narrow(sim), frozenset[str]() if target is None else _made_on_codes(sim, target)
+    narrow, made = _narrow(sim), set[str]() if target is None else _made_on_codes(sim, target)
     needed = {id(site.quantizer) for site in (*_needed(sim), *(site for site in narrow if site.value in made))}
     return [site for site in narrow if id(site.quantizer) not in needed]
 
@@ -206,24 +207,22 @@ def _needed(sim: Simulation) -> Iterator[Site]:
             yield site
 
 
-def _made_on_codes(sim: Simulation, target: Target) -> frozenset[str]:
+def _made_on_codes(sim: Simulation, target: Target) -> set[str]:
     """Values made by layers that ``target`` computes on codes where their outputs have a grid, and else slower in float."""
     graph, times = sim.graph, target.kernel_times
     weights = {site.op for site in sim.quantizers.values() if site.enabled and site.role == "weight"}
     on_grid = {site.value for site in sim.quantizers.values() if site.enabled and site.role == "output"}
-    made = set[str]()
-    for op in graph.ops:
-        if op.type not in target.code_results or op.name not in weights:
-            continue
-        in_float, on_codes = (1.0, 0.0) if times is None else times.layer(graph, op)
-        value = op.outputs[0]
-        while value not in on_grid and (reader := graph.sole_consumer(value)) is not None:
-            if len([v for _, v in reader.sources() if not graph.values[v].is_static]) > 1:
-                break
-            value = reader.outputs[0]  # of what is fused into the layer
-        if in_float > on_codes:
-            made.add(value)
-    return frozenset(made)
+    layers = (op for op in graph.ops if op.type in target.code_results and op.name in weights)
+    return {_rounded(graph, op.outputs[0], on_grid) for op in layers if times is None or times.gains(graph, op)}
+
+
+def _rounded(graph: Graph, value: str, on_grid: Collection[str]) -> str:
+    """``value``, or what the operators behind it that are fused into its layer make of it, where that is rounded."""
+    while value not in on_grid and (reader := graph.sole_consumer(value)) is not None:
+        if sum(not graph.values[v].is_static for _, v in reader.sources()) > 1:
+            break
+        value = reader.outputs[0]
+    return value
 
 
 def _layer_of(sim: Simulation, site: Site) -> str:

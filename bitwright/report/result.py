@@ -112,10 +112,18 @@ class Reported(Tabular):
         elif worst is not None and (why := self._uncertain(worst)):
             wrong.append(f"UNCERTAIN, {why}: more held-out samples would tell")
         wrong += [self.tried] if self.tried else []
-        sizes = self._sizes
+        return "; ".join([*wrong, *self._worse_files, figure])
+
+    @property
+    def _worse_files(self) -> list[str]:
+        """In what the quantized file is worse than the float file, whatever its outputs."""
+        sizes, speed = self._sizes, None if self.exported is None else self.exported.speed
+        found = []
         if sizes and sizes[1] > sizes[0]:
-            wrong.append(f"the file is LARGER than the float file by {sizes[1] - sizes[0]:,} bytes")
-        return "; ".join([*wrong, figure])
+            found.append(f"the file is LARGER than the float file by {sizes[1] - sizes[0]:,} bytes")
+        if speed is not None and speed.slower:
+            found.append(f"the file is SLOWER than the float file on this machine, {speed}")
+        return found
 
     def _uncertain(self, worst: Any) -> str:
         """Why other data may be poor though the samples that judge are not; empty where their interval says that they are not."""

@@ -5,6 +5,8 @@ import logging
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -20,6 +22,7 @@ from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.recipes import attempt
 from bitwright.recipes.judge import Rating
 from bitwright.recipes.recipe import KINDS, Step
+from bitwright.runtimes.timing import Ratio
 from tests.onnx.nets import Net, body
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -349,6 +352,17 @@ def test_the_first_line_says_where_the_file_is_larger_than_float(front_end, widt
     for file in result.exported.files:
         file.unlink()
     assert "LARGER" not in result.headline and f"the files written to {tmp_path} are there no more" in str(result)
+
+
+@pytest.mark.parametrize(("low", "high", "slower"), [(0.68, 0.72, True), (0.95, 1.01, False), (1.5, 1.6, False)])
+def test_the_first_line_says_where_the_file_is_slower_than_float(low, high, slower):
+    result = quantized("torch", made(lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU())), data(5))
+    exported = SimpleNamespace(
+        speed=Ratio((low + high) / 2, low, high), qdq=Path("gone"), float_model=Path("gone"), tflite=None
+    )
+    told = replace(result, exported=exported).headline
+    assert ("; the file is SLOWER than the float file on this machine, 0.70x (0.68 to 0.72); " in f"; {told}") is slower
+    assert ("SLOWER" in told) is slower
 
 
 class Writer:

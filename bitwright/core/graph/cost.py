@@ -87,6 +87,11 @@ class KernelTimes:
             on_codes += self.patch * made / weight[0] * float(np.prod(weight[2:-1]))
         return (in_float, on_codes)
 
+    def gains(self, graph: Graph, op: Op) -> bool:
+        """Whether ``op`` takes less time on codes."""
+        in_float, on_codes = self.layer(graph, op)
+        return on_codes < in_float
+
 
 _IMAGE = 4  # axes of a batch of images
 # operators that compute the same whichever axis holds the channels, beside those that are pointwise and merge
