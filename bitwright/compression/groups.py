@@ -348,10 +348,20 @@ class Dependencies:
             if atoms is not None:
                 self._stays.append((atoms, reason, "" if op is None else op.name))
 
+    def _what_stays(self, op: Op) -> str:
+        """Why channels that an operator joins with an axis that stays do so too."""
+        weight = self.graph.values[str(op.inputs[1])] if op.type in ("Conv", "ConvTranspose", "Gemm") else None
+        if weight is None or weight.kind != "activation":
+            return f"joins it with {FREE_CONSTANT} or an axis of the input"
+        return (
+            "multiplies it by a weight that the model computes (torch.nn.utils.parametrize.remove_parametrizations or "
+            "remove_weight_norm makes it a parameter)"
+        )
+
     def _join(self, one: Index | None, other: Index | None, op: Op) -> Index | None:
         """Join the channels of two axes."""
         if one is None or other is None:
-            self._stay((one, other), f"{op.name} joins it with {FREE_CONSTANT} or an axis of the input", op)
+            self._stay((one, other), f"{op.name} {self._what_stays(op)}", op)
             return None
         if len(one) != len(other):
             self._stay((one, other), f"{op.name} joins {len(one)} positions with {len(other)}", op)

@@ -258,11 +258,11 @@ def test_reasons(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b, self.c = nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 2)
-            self.norm = nn.LayerNorm(8)
+            self.norm, self.d = nn.LayerNorm(8), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.a(x).reshape(2, 5, 6) * 1.5
-            return self.c(self.norm(self.b(h)))
+            return self.d(self.c(self.norm(self.b(h))))
 
     model = Fixed()
     found = checked_dependencies(front_end_of(model).structured(model, T, None), T)
@@ -270,7 +270,7 @@ def test_reasons(tmp_path: Path) -> None:
     assert not found.groups
     assert "the model fails after the cut" in reasons["a"] and "[2, 5, 6]" in reasons["a"]
     assert reasons["b"].startswith("norm averages over its channels") and "averaged=True" in reasons["b"]
-    assert reasons["c"] == "the model returns it"
+    assert reasons["c"].startswith("d.linear multiplies it by a weight that the model computes (torch.nn.utils.parametrize.")
     assert checked_dependencies(front_end_of(model).structured(model, T, None), T, averaged=True).group(
         "b"
     ).averaged == ("norm",)

@@ -42,6 +42,7 @@ from bitwright.export.files.onnx_file import (
     all_nodes,
     checked_on_failure,
     from_proto,
+    graphs_of,
     has_map,
     is_tensor,
     note_type,
@@ -150,6 +151,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _put_neutral_numbers_second(copy)
     wrong = infer_shapes(copy)
     _ask_types(copy)
+    _type_states(copy)
     if wrong:
         some = first_few(sorted(wrong))
         notes.append(f"shapes that the model states and its operators contradict are ignored: {some}")
@@ -566,6 +568,15 @@ def infer_shapes(model: ir.Model) -> set[str]:
         if info is not None and info.type.WhichOneof("value") is not None:
             _note_inferred(value, info.type)
     return wrong
+
+
+def _type_states(model: ir.Model) -> None:
+    """Give the states of loops, which inference leaves without one, the types that they begin with: sequences are no tensors."""
+    for node in all_nodes(model.graph):
+        for body in graphs_of(node) if node.op_type == "Loop" else ():
+            for inside, outside in zip(body.inputs[2:], node.inputs[2:], strict=False):
+                if inside.type is None and outside is not None:
+                    inside.type = outside.type
 
 
 def _ask_types(model: ir.Model) -> None:

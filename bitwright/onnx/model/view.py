@@ -34,6 +34,7 @@ from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session, run_session
 
+_MOST_AXES = 8  # of a value in a body whose number of axes is not known
 _NOT_TAKEN = [-1]  # stands for the shape of what lies in a branch that is not taken
 
 
@@ -562,35 +563,54 @@ def run_measured(
     """The shapes that :func:`measure_shapes` gives, and the outputs of the same run."""
     copy = model.clone()
     instrument = Instrument(copy)
-    asked: list[tuple[str, ir.Value, int | None]] = []
-    held = values_by_name(copy)
-    for name in list(tensor_names(copy)):
-        value, graph = held[name], held[name].graph
-        assert graph is not None
-        shape = instrument.builder.emit(
-            instrument.right_after(value, graph), "Shape", [value], f"{name}_shape", ir.DataType.INT64
-        )
-        shape.shape, axes = None, None
-        if graph is not copy.graph:
-            rank = 1 if value.shape is None else len(value.shape)  # of one length, where iterations are stacked
-            shape, axes = instrument.lift(shape, graph, np.asarray(_NOT_TAKEN * rank, np.int64), None)
-        asked.append((name, shape, axes))
+    held, names = values_by_name(copy), list(tensor_names(copy))
+    inner = (name for name in names if held[name].graph is not copy.graph)
+    # nothing is left of the shape of a number that could say in which iterations its branch was taken
+    found: dict[str, tuple[int, ...]] = {name: () for name in inner if held[name].shape == ()}
+    asked = [(name, *_shape_in_runs(instrument, held[name])) for name in names if name not in found]
     own = len(copy.graph.outputs)
     copy.graph.outputs.extend(shape for _, shape, _ in asked)
     given = as_feeds(feeds, input_specs(model))
     arrays = run_session(open_session(copy, providers), given, "feeds")
-    found = {}
     for (name, _, axes), array in zip(asked, arrays[own:], strict=True):
         if (made := _last_shape(array, axes)) is not None:
             found[name] = made
     return found, arrays[:own]
 
 
+def _shape_in_runs(instrument: Instrument, value: ir.Value) -> tuple[ir.Value, int | None]:
+    """The shape of a value as a value of the main graph, and how many axes the loops around it prepend."""
+    graph = value.graph
+    assert graph is not None
+    place = instrument.right_after(value, graph)
+    shape = instrument.builder.emit(place, "Shape", [value], f"{value.name}_shape", ir.DataType.INT64)
+    shape.shape = None
+    if graph is instrument.model.graph:
+        return shape, None
+    if value.shape is None:  # iterations are stacked, and may make numbers of axes that differ
+        shape, rank = _padded(instrument, shape, graph), _MOST_AXES
+    else:
+        rank = len(value.shape)
+    return instrument.lift(shape, graph, np.asarray(_NOT_TAKEN * rank, np.int64), None)
+
+
+def _padded(instrument: Instrument, shape: ir.Value, graph: ir.Graph) -> ir.Value:
+    """A shape with -1 behind it, in a vector of a fixed length."""
+    held, emit = instrument.builder.initializer, instrument.builder.emit
+    several = [shape, held("padding", np.asarray(_NOT_TAKEN * _MOST_AXES, np.int64))]
+    place = instrument.right_after(shape, graph)
+    long = emit(place, "Concat", several, f"{shape.name}_long", ir.DataType.INT64, axis=0)
+    cut = [long, held("first", np.asarray([0], np.int64)), held("end", np.asarray([_MOST_AXES], np.int64))]
+    made = emit(instrument.right_after(long, graph), "Slice", cut, f"{shape.name}_padded", ir.DataType.INT64)
+    long.shape = made.shape = None
+    return made
+
+
 def _last_shape(array: Array, axes: int | None) -> tuple[int, ...] | None:
     """The shape in the last iteration that made the value; ``None`` where none did."""
     seen = _iterations(array, axes) if axes and array.tolist() != _NOT_TAKEN else [array]
-    made = [one for one in seen if not one.size or (one >= 0).all()]
-    return tuple(int(n) for n in made[-1]) if made else None
+    made = [one for one in seen if (one.ravel()[:1] >= 0).all()]
+    return tuple(int(n) for n in made[-1] if n >= 0) if made else None
 
 
 def tensor_names(model: ir.Model) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -141,7 +142,7 @@ def behind(chain: str) -> onnx.ModelProto:
     for step in chain.split():
         if step == "Constant":
             array = np.ones((4, 3), np.float32)
-            w = net("Constant", value=onnx.numpy_helper.from_array(array))
+            w = net("Constant", value=numpy_helper.from_array(array))
         elif step == "Cast":
             w = net("Cast", net("Cast", w, to=onnx.TensorProto.FLOAT16), to=FLOAT)
         elif step == "Reshape":
@@ -445,6 +446,31 @@ def test_shapes_are_measured_behind_an_if_of_a_constant_that_reads_an_outer_valu
     model = load_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)).model
     shapes = measure_shapes(model, {"x": np.zeros((2, 3), np.float32)})
     assert {name: shapes.get(name) for name in ("x", "y", "out")} == dict.fromkeys(("x", "y", "out"), (2, 3))
+
+
+def test_shapes_are_measured_in_branches_inside_a_loop_that_fills_a_sequence():
+    """As PyTorch writes sums of embeddings: an iteration takes one branch, and nothing says how many axes they make."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[2,3] x) => (float[M,N] y) {
+        empty = SequenceEmpty()
+        last = Loop(four, yes, empty) <body = b (int64 i, bool go, held) => (bool on, more) {
+            on = Identity(go)
+            odd = Mod(i, two)
+            take = Cast<to=9>(odd)
+            row = If(take) <then_branch = t () => (float[] one) {
+                number = ReduceMean<keepdims=0>(x)
+                one = Unsqueeze(number, axis)
+            }, else_branch = e () => (float[] other) { other = ReduceSum<keepdims=0>(x, axis) }>
+            more = SequenceInsert(held, row)
+        }>
+        y = ConcatFromSequence<axis=0>(last)
+    }"""
+    held = {"four": np.int64(4), "yes": np.bool_(True), "two": np.int64(2), "axis": np.asarray([0])}
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), name) for name, a in held.items())
+    shapes = measure_shapes(load_model(proto).model, {"x": np.ones((2, 3), np.float32)})
+    assert {n: shapes.get(n) for n in ("number", "one", "other", "row", "y", "more")} == {
+        "number": (), "one": (1,), "other": (3,), "row": (1,), "y": (8,), "more": None,
+    }  # fmt: skip
 
 
 def _read_by_a_branch_and_for_its_shape() -> onnx.ModelProto:
