@@ -270,7 +270,9 @@ def test_reasons(tmp_path: Path) -> None:
     assert not found.groups
     assert "the model fails after the cut" in reasons["a"] and "[2, 5, 6]" in reasons["a"]
     assert reasons["b"].startswith("norm averages over its channels") and "averaged=True" in reasons["b"]
-    assert reasons["c"].startswith("d.linear multiplies it by a weight that the model computes (torch.nn.utils.parametrize.")
+    assert reasons["c"].startswith(
+        "d.linear multiplies it by a weight that the model computes (torch.nn.utils.parametrize."
+    )
     assert checked_dependencies(front_end_of(model).structured(model, T, None), T, averaged=True).group(
         "b"
     ).averaged == ("norm",)

@@ -137,6 +137,13 @@ def test_the_metric_is_asked_of_few_choices_and_decides():
     assert found.evaluations <= 4 and found.best.score == max(t.score for t in found.tried if t.score is not None)
 
 
+def test_after_the_deadline_no_further_choice_is_measured():
+    space, late = Additive(), ("the search ended because time was used up",)
+    for deadline, evaluations, notes in ((None, 3, ()), (0.0, 2, late)):  # of the original, and of one choice or both
+        found = choose(space, {"macs": 0.6}, metric=space.metric, start=(2, 2, 2), deadline=deadline, progress=False)
+        assert (found.evaluations, found.notes) == (evaluations, notes) and found.best.costs["macs"] <= 0.6 * 320
+
+
 def test_greedy_gives_every_part_the_same_score():
     scores = {"a": {0.5: 0.9, 0.25: 0.5}, "b": {0.5: 0.5, 0.25: 0.1}}
     ratios = greedy(scores, lambda r: 100 * (r["a"] + r["b"]), 120, 1.0)
