@@ -3,9 +3,9 @@
     python benchmarks/llm_files.py                      # two minutes on one core
 
 ``stories260k`` as a Llama of transformers, its ``down_proj`` layers (172 inputs, no multiple of 32) in float, for
-GPTQ and AWQ also the other two of each MLP. The perplexity is
-of 32 stories; tokens are 32 greedy ones after each of 8 beginnings of stories. Needs the developer data set (see
-tests/support/data.py) and ``pip install 'bitwright[engines]'``.
+GPTQ and AWQ also the other two of each MLP. Where the engine unpacks to bfloat16 the model is simulated as transformers loads it
+in bfloat16. The perplexity is of 32 stories; tokens are 32 greedy ones after each of 8 beginnings of stories. Needs the developer
+data set (see tests/support/data.py) and ``pip install 'bitwright[engines]'``.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ ROWS: list[tuple[str, str, QuantSpec | str]] = [
     ("gguf", "Q4_0", QuantSpec("int4", G32, scale_format="float16")),
     ("gguf", "Q4_1", QuantSpec("uint4", G32, "asymmetric", scale_format="float12")),
 ]
+IN_BFLOAT16 = ("NVFP4", "MXFP4")  # compressed-tensors unpacks them to it
 #: format of inputs at run time -> format of the weights beside them
 _WEIGHTS = {"int8": "int8", "uint8": "int8", "float8_e4m3": "float8_e4m3"}
 
@@ -79,8 +80,15 @@ def simulated(model: Any, kind: str, spec: QuantSpec | str) -> QuantizationSimMo
     return sim
 
 
+def in_bfloat16(model: Any) -> Any:
+    """The model as transformers loads it in bfloat16: angles of positions stay in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
 def row_of(model: Any, kind: str, name: str, spec: QuantSpec | str) -> list[str]:
-    sim = simulated(model, kind, spec)
+    sim = simulated(in_bfloat16(model) if name in IN_BFLOAT16 else model, kind, spec)
     begun, scored = data.stories()[:8, :6], data.stories()[:32]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(Path(folder), 300)
@@ -89,7 +97,7 @@ def row_of(model: Any, kind: str, name: str, spec: QuantSpec | str) -> list[str]
         codes = [w for w in packed_weights(sim) if isinstance(w, PackedWeight)]
         equal = np.mean([(signed(w)[0] == signed(back[w.name])[0]).mean() for w in codes])  # type: ignore[arg-type]
         expected = greedy(sim.model, begun)
-        here = data.perplexity(lambda x: sim.model(x).logits, scored)
+        here = data.perplexity(lambda x: sim.model(x).logits.float(), scored)
         there = "-"
         if kind == "gguf":
             tokens, _ = llama_cpp(Path(folder, "out/model.gguf"), begun.tolist())

@@ -127,6 +127,10 @@ class Handler(ABC):
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out a call of any other torch function."""
 
+    def whole(self, key: Key, args: tuple[Any, ...]) -> bool:
+        """Whether a fused call that could be carried out as several runs as it is; by default it does not."""
+        return False
+
     @abstractmethod
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model's forward starts; without arguments, a part of it that is called directly."""
@@ -919,7 +923,7 @@ class Interceptor:
         if row is None:
             decomposition = DECOMPOSITIONS.get(func)
             if decomposition is not None and decomposition.applies(args, kwargs):
-                return self._decompose(here, decomposition, args, kwargs)
+                return self._decompose(here, handler, decomposition, func, args, kwargs)
             return handler.other(frame, func, args, kwargs)
         self._note_hidden(frame, row.label)
         if func in _PASSIVE:
@@ -1000,8 +1004,9 @@ class Interceptor:
         return next(iter(known)) if len(known) == 1 and frame.counts.get(label) == 1 else key
 
     def _decompose(
-        self, here: Thread, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, here: Thread, handler: Handler, decomposition: Decomposition, func: Any, args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
         depth = len(here.frames)
         parent, label = here.frames[-1], decomposition.label
         self.decomposed = self.decomposed or self.recording
@@ -1014,6 +1019,8 @@ class Interceptor:
         else:
             key, where = self._counted(parent, label)
             key = self._fused(parent, label, key)
+            if not self.recording and handler.whole(key, args):
+                return func(*args, **kwargs)
             path = f"{parent.path}.{label}" if parent.path else label
             here.frames.append(Frame(key, path, None, where=where, turn=parent.turn))
         assert here.mode is not None

@@ -219,6 +219,7 @@ class Simulator(Handler, Observer):
         self._gaps: dict[str, bool] = {}  # calls that :attr:`unseen` has and integers could compute -> whether logged
         self.watch: Callable[[], bool] | None = None  # is told of every simulated forward
         self._marks: dict[str, int] = {}  # site -> number of its last mark
+        self._inside: tuple[Mapping[Key, CallPlan], dict[Key, list[CallPlan]]] = ({}, {})  # of these plans
         self._given: dict[int, tuple[Any, Any, bool]] = {}  # thread -> what the model was called with
         self._lock = Lock()
 
@@ -277,6 +278,29 @@ class Simulator(Handler, Observer):
                 shapes = {f"input {i}": tuple(t.shape) for i, t in enumerate(tensors_in(given))}
                 refuse_empty(self.gate.next_number, shapes)
             self.gate.open(given)
+
+    def whole(self, key: Key, args: tuple[Any, ...]) -> bool:
+        """Run a fused call of 16-bit numbers as it is where nothing inside is quantized or looked at.
+
+        Its kernel does not round what lies in between to 16 bits, as its parts would.
+        """
+        half = any(isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) for x in args)
+        if not half or self.stage not in ("simulate", "float") or self.taps is not None or self.repairs:
+            return False
+        inside = self._plans_inside().get(key, ())
+        places = (place for plan in inside for place in (*plan.operands, *plan.outputs))
+        return bool(inside) and (self.stage == "float" or not any(place.quantizer.enabled for place in places))
+
+    def _plans_inside(self) -> Mapping[Key, Sequence[CallPlan]]:
+        """The plans of the calls that a fused call, by its key, was recorded as."""
+        plans, found = self._inside
+        if plans is not self.plans:
+            found = {}
+            for key, plan in self.plans.items():
+                if isinstance(key, tuple):
+                    found.setdefault(key[0], []).append(plan)
+            self._inside = self.plans, found
+        return found
 
     def part(self, path: str, caller: str | None) -> bool:
         """Allow parts of the model to run directly; calls around them are not simulated, which is reported once."""

@@ -913,3 +913,31 @@ def test_what_no_calibration_reads_is_refused_if_it_is_not_data() -> None:
         CalibrationError, match=r"data is a Tensor, not a list of batches.*compute_encodings\(\[batch\]\)"
     ):
         sim.compute_encodings(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_16_bits_is_rounded_inside_only_where_it_is_quantized(dtype: torch.dtype) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in self.parts(x).chunk(3, 2))
+            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    torch.manual_seed(0)
+    model, x = Attention().to(dtype), torch.randn(2, 12, 16, dtype=dtype)
+    sim = QuantizationSimModel(model, x, preset="w8")
+    sim.compute_encodings()
+    kernel = Attention().to(dtype)
+    kernel.load_state_dict(model.state_dict())
+    weight = affine.fake_quantize(model.parts.weight.detach().float().numpy(), sim.quantizers["parts.weight"].encoding)
+    kernel.parts.weight.data = torch.from_numpy(weight).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(sim.model(x), kernel(x))
+    quantized = QuantizationSimModel(model, x, preset="w8", kv_cache={"value": "int8"})
+    quantized.compute_encodings([x])
+    with torch.no_grad():
+        assert not torch.equal(quantized.model(x), kernel(x))
+        assert (quantized.model(x) - kernel(x)).abs().max() < 0.05
