@@ -89,6 +89,7 @@ FORMATS: dict[str, Any] = {
     "int4 g128": _grouped(4, 128),
     "int3": _grouped(3),
     "int3 g64": _grouped(3, 64),
+    "int2": _grouped(2),
     "int4 float zero": find_preset("w4g32_float_zero"),
     "int3 float zero": find_preset("w3g32_float_zero"),
     "int2 float zero": find_preset("w2g32_float_zero"),

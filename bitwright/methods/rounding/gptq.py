@@ -32,6 +32,8 @@ _COARSE = 4  # bits up to which a refit of the grid lowers the error by more tha
 _REFITS = 3
 #: damping from which on few rows stand for their matrix; with less, rounding errors fill the inverse of one without full rank
 LEAST_DAMPING = 1e-3
+_KEPT = 1 << 27  # columns squared up to which rows of a factor, half of these numbers, are kept: 256 MiB
+_WIDE = 2048  # columns from which on errors are products in float32: half of the time, 1e-4 of their value
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,15 @@ class FactoredRows(Factored):
         diagonal = hessian.diagonal()
         mean = diagonal.sum(1) / (diagonal > 0).sum(1).clamp(min=1)
         self._damping = settings.damping * torch.where(mean > 0, mean, torch.ones_like(mean))[:, None]
+        self._kept: dict[int, list[tuple[slice, Tensor]]] = {}
 
     def blocks(self, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Computed one after the other, anew in every call."""
+        """Computed one after the other, once where they are small in all, else anew in every call."""
+        if size not in self._kept and self._x.shape[0] * self._x.shape[2] ** 2 <= _KEPT:
+            self._kept[size] = list(self._computed(size))
+        yield from self._kept[size] if size in self._kept else self._computed(size)
+
+    def _computed(self, size: int) -> Iterator[tuple[slice, Tensor]]:
         inner, count = self._x @ self._x.transpose(1, 2), int(self._x.shape[2])
         for start in range(0, count, size):
             here = slice(start, min(start + size, count))
@@ -365,6 +373,10 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 def quadratic_error(delta: Tensor, hessian: Hessian) -> Tensor:
     """``delta H delta^T`` of every row: ``[G, O, K]``, ``[G, K, K]`` -> ``[G, O]`` float64."""
+    if isinstance(hessian, FewRows):
+        return (delta.double() @ hessian.x.transpose(1, 2)).square().sum(2)
+    if delta.shape[2] >= _WIDE:
+        return ((delta @ hessian.float()) * delta).sum(2, dtype=torch.float64).clamp(min=0)
     wide = delta.double()
     return ((wide @ hessian) * wide).sum(2)
 
