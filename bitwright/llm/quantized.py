@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.numerics.granularity import PerBlock, PerChannel
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, permuted
 from bitwright.core.numerics.spec import Preset, QuantSpec, find_preset, weight_spec
 from bitwright.core.placement.config import make_rules
 from bitwright.core.placement.rules import Rule, Rules
@@ -367,12 +367,12 @@ def treat(
     """
     notes: list[str] = []
     options = options or {}
-    rules = _rules(block.block, specs)
     rounding = [name for name in methods if name != "awq"]
     if "awq" in methods:
         from bitwright.methods.scaling.awq import awq_model
 
         own = dict(options.get("awq", {}))
+        rules = _rules(block.block, specs)
         report = awq_model(block, inputs, config_file=rules, progress=False, memory_budget=_ACTIVATIONS, **own)
         notes.append(f"awq: output error x {report.gain:.3f}")
         del report
@@ -380,7 +380,7 @@ def treat(
     chosen: dict[str, Tensor] = {}
     if rounding and specs:
         given = {name: options.get(name, {}) for name in rounding}
-        chosen, encodings, said = _reconstructed(block, inputs, rules, given, seed=seed, spill_dir=spill_dir)
+        chosen, encodings, said = _reconstructed(block, inputs, specs, given, seed=seed, spill_dir=spill_dir)
         notes += said
     made: dict[str, PackedWeight | Tensor] = {}
     for name, parameter in block.block.named_parameters():
@@ -395,26 +395,45 @@ def treat(
 
 
 def _reconstructed(
-    block: Block, inputs: Sequence[Tensor], rules: Rules, methods: Mapping[str, Mapping[str, Any]],
-    *, seed: int, spill_dir: Path | None,
+    block: Block, inputs: Sequence[Tensor], specs: Mapping[str, QuantSpec],
+    methods: Mapping[str, Mapping[str, Any]], *, seed: int, spill_dir: Path | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:  # fmt: skip
     """Parameters and encodings chosen by methods of rounding, each with its options, and the methods' notes."""
     from bitwright.methods.rounding.apply import apply_reconstruction
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
     notes = []
-    sim = QuantizationSimModel(block, inputs[0], config_file=rules)
+    sim = QuantizationSimModel(block, inputs[0], preset=Preset(next(iter(specs.values())), None))
+    parts = _give_specs(sim, {f"block.{name}": spec for name, spec in specs.items()})
     for name, own in methods.items():
         found = apply_reconstruction(
             sim, inputs, name, progress=False, seed=seed, memory_budget=_ACTIVATIONS, spill_dir=spill_dir, **own
         )
         notes.append(f"{name}: output error x {found.gain:.3f}")
-    encodings = {  # a layer that a method left has none yet
-        sim.graph.values[site.value].param or site.value: site.quantizer.encoding
-        for site in sim.quantizers.values()
-        if site.role == "weight" and site.quantizer.encoding is not None
-    }
+    encodings = {}
+    for site, (part, axes) in parts.items():
+        encoding = sim.quantizers[site].quantizer.encoding
+        if encoding is not None:  # a layer that a method left has none yet
+            encodings[part] = encoding.permuted(tuple(axes.index(axis) for axis in range(len(axes))))
     return dict(sim.model.named_parameters()), encodings, notes
+
+
+def _give_specs(sim: Any, specs: Mapping[str, QuantSpec]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Give weights the specs of their parameters, turned where a block reads them turned, as in ``x @ w.T``; others are in float.
+
+    Returns:
+        Site -> its parameter, and which of its axes each axis of the weight is.
+    """
+    reads, found = sim._read_parameters(sim.quantizers), {}
+    for name, site in sim.quantizers.items():
+        part, axes = reads.get(name, ("", ()))
+        site.enabled = site.role == "weight" and part in specs
+        if site.enabled:
+            site.quantizer.spec = replace(specs[part], granularity=permuted(specs[part].granularity, axes))
+            found[name] = part, axes
+    if any(sim.graph.values[sim.quantizers[name].value].param is None for name in found):
+        sim.compute_encodings(progress=False)
+    return found
 
 
 def _rules(block: nn.Module, specs: Mapping[str, QuantSpec]) -> Rules:

@@ -18,6 +18,8 @@ from torch import nn
 from transformers import (
     ApertusConfig,
     BloomConfig,
+    DeepseekV3Config,
+    FalconConfig,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -113,6 +115,31 @@ def test_methods_bring_the_logits_nearer(recipe: str, llama: Path):
     assert nearest.after is not None and treated.after is not None
     assert treated.after.divergence < nearest.after.divergence  # type: ignore[operator]
     assert all(recipe.split(",")[0] in note or "gptq" in note for note in treated.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (FalconConfig, {"ffn_hidden_size": 96}),  # x @ weight.T
+        (DeepseekV3Config, {  # stacks of experts that are turned
+            "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 0, "num_hidden_layers": 1, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        }),
+    ], ids=["falcon", "deepseek"],
+)  # fmt: skip
+def test_weights_that_a_block_reads_turned_are_rounded_too(
+    config: Any, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny(config, **changes)
+    given = torch.randint(0, model.config.vocab_size, (ROW * 20,), generator=torch.Generator().manual_seed(0))
+    nearest = quantize(model, "w3g32", data=given, **_SMALL)
+    treated = quantize(model, "w3g32", recipe="gptq", data=given, **_SMALL)
+    assert "at nearest" not in caplog.text and "nothing in the model" not in caplog.text
+    assert nearest.after is not None and treated.after is not None
+    assert treated.after.divergence < nearest.after.divergence  # type: ignore[operator]
+    before, after = _codes(nearest), _codes(treated)
+    assert all((before[name] != after[name]).any() for name in before)
 
 
 def test_a_run_that_was_ended_goes_on_and_gives_the_same(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

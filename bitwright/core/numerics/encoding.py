@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, Format, IntFormat, ScaleFormat
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, permuted, phrase
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,18 +110,18 @@ class Encoding:
         >>> found.granularity, found.scale.shape
         (PerBlock(size=32, axis=0, channel_axis=1), (2, 8))
         """
-        held = self.granularity
-        if isinstance(held, PerChannel):
-            assert held.axis is not None
-            return replace(self, granularity=PerChannel(axes.index(held.axis % len(axes))), vectors=None)
-        if not isinstance(held, PerBlock):
+        turned = permuted(self.granularity, axes)
+        if isinstance(turned, PerChannel):
+            return replace(self, granularity=turned, vectors=None)
+        if not isinstance(turned, PerBlock):
             return self
-        assert held.axis is not None
-        channels = tuple(axes.index(axis % len(axes)) for axis in held.channel_axes)
-        turned = replace(held, axis=axes.index(held.axis % len(axes)), channel_axis=channels)
-        scale, zero_point = self.scale.transpose(axes), self.zero_point.transpose(axes)
-        common = self.common.transpose(axes) if self.common is not None and self.common.ndim else self.common
-        shift = None if self.shift is None else self.shift.transpose(axes)
+
+        def moved(values: NDArray[Any]) -> NDArray[Any]:
+            return np.ascontiguousarray(values.transpose(axes))
+
+        scale, zero_point = moved(self.scale), moved(self.zero_point)
+        common = moved(self.common) if self.common is not None and self.common.ndim else self.common
+        shift = None if self.shift is None else moved(self.shift)
         return replace(self, scale=scale, zero_point=zero_point, granularity=turned, common=common, shift=shift)
 
     def __eq__(self, other: object) -> bool:

@@ -292,3 +292,19 @@ def fitted(granularity: Granularity, shape: Shape) -> Granularity:
         return replace(granularity, size=shape[granularity.axis])
     channel = next(iter(granularity.channel_axes), None)
     return PerTensor() if channel is None else PerChannel(channel)
+
+
+def permuted(granularity: Granularity, axes: tuple[int, ...]) -> Granularity:
+    """``granularity`` of the tensor with its axes permuted.
+
+    >>> permuted(PerBlock(32, 1, 0), (1, 0)), permuted(PerChannel(0), (0, 2, 1)), permuted(PerTensor(), (1, 0))
+    (PerBlock(size=32, axis=0, channel_axis=1), PerChannel(axis=0), PerTensor())
+    """
+    if isinstance(granularity, PerChannel):
+        assert granularity.axis is not None
+        return PerChannel(axes.index(granularity.axis % len(axes)))
+    if not isinstance(granularity, PerBlock):
+        return granularity
+    assert granularity.axis is not None
+    channels = tuple(axes.index(axis % len(axes)) for axis in granularity.channel_axes)
+    return replace(granularity, axis=axes.index(granularity.axis % len(axes)), channel_axis=channels)
