@@ -72,6 +72,57 @@ def damaged_graph(proto: Any, rng: Random) -> Any:
     return copy
 
 
+def damaged_facts(proto: Any, rng: Random) -> Any:
+    """A copy of an exported model in which what was noted on one quantizer is changed, or moved to another operator."""
+    copy = type(proto).FromString(proto.SerializeToString())
+    notes = [entry for node in copy.graph.node for entry in node.metadata_props if entry.key == "bitwright"]
+    note = _pick(notes, rng)
+    if note is None:
+        return copy
+    usual = {
+        "role": "activation",
+        "scale": "unknown",
+        "entry": "x",
+        "axis": 1,
+        "perm": [1, 0],
+        "pooled": 2,
+        "format": "int4",
+    }
+    facts = {**{key: usual[key] for key in usual if rng.integers(4) == 0}, **json.loads(note.value)}
+    if rng.integers(4) == 0:
+        note.value = _pick(notes, rng).value
+    else:
+        note.value = as_json(damaged_document(facts, rng) if rng.integers(3) else facts).decode()
+    return copy
+
+
+def damaged_grids(proto: Any, rng: Random) -> Any:
+    """A copy of an exported model of which one quantizer has other scales, zero points, axes or blocks."""
+    import onnx
+
+    copy = type(proto).FromString(proto.SerializeToString())
+    nodes = [n for n in copy.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    tensors = {t.name: t for t in copy.graph.initializer}
+    for node in (_pick(nodes, rng) for _ in range(int(rng.integers(1, 3)))):
+        for name in node.input[1:]:
+            if name not in tensors or rng.integers(4) == 0:
+                continue
+            array = onnx.numpy_helper.to_array(tensors[name])
+            shape = _pick(((), (0,), (1,), (2,), (3,), (4,), (1, 1), (2, 3), (4, 1, 1, 1), array.shape), rng)
+            value = _pick((0, 1, 100, -1, float("nan"), float("inf"), 1e-45, 1e38), rng)
+            kind = _pick((array.dtype, array.dtype, np.float16, np.float64, np.int32, np.uint8), rng)
+            with np.errstate(all="ignore"):
+                made = np.full(shape, value, np.float64).astype(kind)
+            tensors[name].CopyFrom(onnx.numpy_helper.from_array(made, name))
+        del node.attribute[:]
+        for key, values in {"axis": (0, 1, 3, -1, -9, 2**40), "block_size": (0, 1, 2, 3, 100, -1, 2**62)}.items():
+            if rng.integers(2):
+                node.attribute.append(onnx.helper.make_attribute(key, int(_pick(values, rng))))
+    if rng.integers(2):
+        copy.opset_import[0].version = 21
+    return copy
+
+
 def _pick(values: Any, rng: Random) -> Any:
     return values[int(rng.integers(len(values)))] if len(values) else None
 
@@ -358,7 +409,7 @@ def qdq_case(rng: Random, folder: Path) -> Use:
     number = _pick(_EXPORTED, rng)
     proto = onnx.ModelProto.FromString(exported(number)["net.onnx"])
     path = folder / "m.onnx"
-    how = damaged_message if rng.integers(3) == 0 else damaged_graph
+    how = _pick((damaged_message, damaged_graph, damaged_graph, damaged_facts, damaged_grids), rng)
     path.write_bytes(how(proto, rng).SerializeToString())
     return use_model(path, feeds_of(valid_models()[number]), rng, folder)
 

@@ -46,7 +46,7 @@ from bitwright.core.simulation.quantizer import fulfilled_by
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import FormatError, ModelError
 from bitwright.export.files.onnx_file import all_nodes, array_of
-from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
+from bitwright.export.qdq.forms import METADATA, damaged_metadata, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.qdq.markers import STATES, Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.qdq.nbits import restore_nbits
@@ -93,7 +93,7 @@ def stored_constant(node: ir.Node, facts: dict[str, Any], codes: Array) -> tuple
         wide -= _spread(zero.astype(np.float32), codes.shape, where, block)
     wide *= _spread(scale, codes.shape, where, block)
     dtype = ir.DataType.from_numpy(codes.dtype)
-    fmt: Format = parse_format(facts["format"]) if facts else _written_format(node, dtype)
+    fmt: Format = parse_format(facts["format"]) if "format" in facts else _written_format(node, dtype)
     if is_small_float(fmt) and codes.dtype.kind == "i":  # whole multiples of the smallest number
         scale = scale / np.float32(fmt.step)
     if isinstance(fmt, IntFormat) and zero is not None:
@@ -468,6 +468,8 @@ def _constant(model: ir.Model, names: Names, node: ir.Node, last: ir.Node, codes
     dtype, name = result.dtype or ir.DataType.FLOAT, str(result.name)
     wide, encoding = stored_constant(node, facts, codes)
     perm = tuple(facts.get("perm", ()))
+    if perm and len(perm) != codes.ndim:
+        raise damaged_metadata(last)
     result.name = names.value(f"{name}_dq")
     array = wide.astype(dtype.numpy(), copy=False)
     if not perm:
@@ -579,15 +581,25 @@ def _own_pair(node: ir.Node, values: Mapping[str, ir.Value]) -> _Pair | None:
         return None
     nodes = _between(node, entry)
     scale = values.get(facts["scale"] or "")
-    if nodes is None or (facts["scale"] and scale is None):
+    if nodes is None or "format" not in facts or (facts["scale"] and scale is None):
         return None  # the file was changed since
+    encoding = _own_encoding(node, facts, nodes, entry, scale)
+    return None if encoding is None else _Pair(entry, node, nodes, encoding)
+
+
+def _own_encoding(
+    node: ir.Node, facts: Mapping[str, Any], nodes: set[ir.Node], entry: ir.Value, scale: ir.Value | None
+) -> Encoding | None:
+    """The grid of a quantizer that this package wrote; ``None`` where the file was changed since."""
     fmt = parse_format(facts["format"])
     array = np.ones((), np.float32) if scale is None else fixed_number(node, scale)
     zero = _own_zero_point(nodes, fmt)
     ends = [n for n in nodes if _is(n, "QuantizeLinear")]
     block = ends[0].attributes.get_int("block_size", 0) if ends else 0
+    if facts["axis"] is None and array.size != 1 and not block:
+        return None
     check_fits(node, array, zero, facts["axis"] or 0, block, lengths_of(entry))
-    return _Pair(entry, node, nodes, encoding_of(fmt, array, zero, facts["axis"], block, rank_of(entry)))
+    return encoding_of(fmt, array, zero, facts["axis"], block, rank_of(entry))
 
 
 def _own_zero_point(nodes: set[ir.Node], fmt: Format) -> Array | None:

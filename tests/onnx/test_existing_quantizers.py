@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ import bitwright
 from bitwright.compare.verify import verify_folder
 from bitwright.core.numerics.formats import parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.errors import ModelError
+from bitwright.errors import ExportError, ModelError
 from bitwright.onnx import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, Array, Net, body, feeds_for, run
@@ -117,6 +118,41 @@ def test_every_form_of_a_quantizer_is_read_back(tmp_path, format):
     again = check_round_trip(sim, DATA, tmp_path)
     kept = {k: e for k, e in enabled(again).items() if sim.quantizers[k].role in ("input", "output")}
     assert kept == {k: e for k, e in enabled(sim).items() if k in kept} and len(kept) == 6
+
+
+def with_facts(model: onnx.ModelProto, site: str, **changes: Any) -> onnx.ModelProto:
+    """The model, with changes of what was noted on the quantizer of ``site``."""
+    notes = [entry for node in model.graph.node for entry in node.metadata_props if entry.key == "bitwright"]
+    note = next(note for note in notes if json.loads(note.value)["places"] == [site])
+    note.value = json.dumps({**json.loads(note.value), **changes})
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"axis": "0"}, {"axis": True}, {"perm": 3}, {"perm": [0, 0]}, {"perm": [0, 1, 2, 3, 4, 5]}, {"format": None},
+        {"entry": []}, {"scale": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_damaged_facts_are_refused(tmp_path, changes):
+    damaged = with_facts(written(calibrated(net(), DATA), tmp_path, "net"), "c1.weight", **changes)
+    with pytest.raises(ExportError, match="what the export wrote on this operator is damaged"):
+        QuantizationSimModel(damaged, DATA[0], threads=1)
+
+
+def test_scales_per_channel_without_an_axis_in_the_facts_are_those_of_the_file(tmp_path):
+    """Somebody gave the activation a scale for each of its channels."""
+    model = written(calibrated(net(), DATA), tmp_path, "net")
+    node = next(n for n in model.graph.node if n.op_type == "QuantizeLinear")
+    numbers = {t.name: t for t in model.graph.initializer}
+    for name in node.input[1:]:
+        old = numpy_helper.to_array(numbers[name])
+        numbers[name].CopyFrom(numpy_helper.from_array(np.stack([old, old, old]), name))
+    sim = QuantizationSimModel(model, DATA[0], threads=1)
+    encoding = sim.quantizers["c1.input[0]"].encoding
+    assert encoding.granularity == PerChannel(1) and encoding.scale.shape == (3,)
 
 
 @pytest.mark.parametrize("build", [flow.branches, flow.scan, flow.loop, flow.two_results], ids=lambda f: f.__name__)

@@ -27,7 +27,7 @@ for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -195,7 +195,23 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
         pooled = int(facts.get("pooled", 0))
     except (ValueError, TypeError, KeyError) as error:
         raise damaged_metadata(node) from error
-    return {**_USUAL, "scale": _own_scale(node), **_derived(node), **facts, "places": places, "pooled": pooled}
+    found = {**_USUAL, "scale": _own_scale(node), **_derived(node), **facts, "places": places, "pooled": pooled}
+    if not _well_formed(found):
+        raise damaged_metadata(node)
+    return found
+
+
+def _well_formed(facts: Mapping[str, Any]) -> bool:
+    """Whether the facts of a quantizer have their types, and ``perm`` is a permutation."""
+    perm, axis = facts["perm"], facts["axis"]
+    return (
+        isinstance(facts.get("format", ""), str)
+        and all(isinstance(facts[key], str | None) for key in ("role", "scale", "entry"))
+        and (axis is None or type(axis) is int)
+        and isinstance(perm, list)
+        and all(type(n) is int for n in perm)
+        and sorted(perm) == list(range(len(perm)))
+    )
 
 
 def _own_scale(node: ir.Node) -> str | None:
