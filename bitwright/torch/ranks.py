@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +36,7 @@ from bitwright.errors import CalibrationError, ConfigError, checks_arguments, wi
 from bitwright.torch.simulation.simulate import Simulator
 
 _MOST_AXES = 8
+_RELEASE = 1.0  # seconds to wait at most for a thread of gloo
 _OPERATIONS = (
     {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 )
@@ -118,7 +121,7 @@ class Ranks:
             CalibrationError: a rank ended, or did not come within the timeout of the process group.
         """
         tensor = torch.from_numpy(np.ascontiguousarray(values)).clone().to(self._device)
-        self._carry(lambda: dist.all_reduce(tensor, op=_OPERATIONS[operation]), *self._purpose)
+        self._carry(partial(dist.all_reduce, op=_OPERATIONS[operation]), tensor, *self._purpose)
         return np.asarray(tensor.cpu().numpy()).reshape(values.shape)
 
     def average(self, values: torch.Tensor) -> torch.Tensor:
@@ -129,7 +132,7 @@ class Ranks:
         """
         # a tensor on a GPU stays there: gloo and NCCL take it
         tensor = (values if values.is_cuda else values.to(self._device)).clone()
-        self._carry(lambda: dist.all_reduce(tensor), *_GRADIENTS)
+        self._carry(dist.all_reduce, tensor, *_GRADIENTS)
         return (tensor / self.count).to(values.device)
 
     def with_bad_step(self, bad: bool) -> list[int]:
@@ -140,13 +143,14 @@ class Ranks:
         """
         flags = torch.zeros(self.count, dtype=torch.int64, device=self._device)
         flags[self.number] = int(bad)
-        self._carry(lambda: dist.all_reduce(flags), *_STEPS)
+        self._carry(dist.all_reduce, flags, *_STEPS)
         return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
-    def _carry(self, operation: Callable[[], Any], purpose: str, rule: str) -> None:
+    def _carry(self, operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor, purpose: str, rule: str) -> None:
         """Run a collective operation; ``purpose`` and ``rule`` are for the error of a rank that does not join."""
+        gloo = f"{tensor.device.type}:gloo" in dist.get_backend_config()
         try:
-            operation()
+            run_to_release(operation, tensor, _RELEASE if gloo else 0.0)
         except RuntimeError as error:  # what backends raise, each with a class and a text of its own
             self._over = True
             raise CalibrationError(
@@ -173,7 +177,7 @@ class Ranks:
             own = np.frombuffer(b"".join(contents), np.uint8) if rank == self.number else np.zeros(sum(sizes), np.uint8)
             tensor = torch.from_numpy(own.copy()).to(self._device)
             if sizes:
-                self._carry(partial(dist.broadcast, tensor, src=rank), *_DATA)
+                self._carry(partial(dist.broadcast, src=rank), tensor, *_DATA)
             whole, start = tensor.cpu().numpy().tobytes(), 0
             for size in sizes:
                 found.append(whole[start : start + size])
@@ -283,6 +287,19 @@ class Ranks:
     def total(self, number: int) -> int:
         """The sum over the ranks."""
         return int(self.reduce(np.array([number], np.int64), "sum")[0])
+
+
+def run_to_release(operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor, seconds: float) -> None:
+    """Run a collective operation on ``tensor``, and wait at most ``seconds`` until no other thread holds the tensor.
+
+    A thread of gloo keeps the tensor for a moment after the operation has returned, and drops it under the lock of the
+    interpreter. C++ aborts a script that ends in this moment ("terminate called without an active exception").
+    """
+    references = sys.getrefcount(tensor)
+    operation(tensor)
+    end = time.monotonic() + seconds
+    while sys.getrefcount(tensor) > references and time.monotonic() < end:
+        time.sleep(0.0001)
 
 
 @contextmanager
