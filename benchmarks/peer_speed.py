@@ -32,9 +32,10 @@ A cell is the CPU time of the whole call, everything included, over the CPU time
 of the same batches for calibration, of one training step in float for training steps, of one forward pass of one batch for all
 else. Toolkits and float take turns in this process, one thread; the least time of the rounds is taken of each. Batch norms are
 folded in every model before, except for equalization, which folds them itself. A cell says "fails" where the toolkit raises an
-error, with its first line below the table, and "-" where it has no such step. The row of numbers counts the tensors that a
-toolkit puts on a grid in one forward pass: a toolkit that leaves more in float does less. The fused kernel of torch's encoder
-layers is turned off, for float too: with it AIMET and ModelOpt compute such layers in float, and their quantizers change nothing.
+error, with its first line below the table, and "-" where it has no such step. Rows of numbers count the tensors that a toolkit
+puts on a grid in one forward pass, and the weights that it chooses: a toolkit that leaves more in float does less. The fused
+kernel of torch's encoder layers is turned off, for float too: with it AIMET and ModelOpt compute such layers in float, and their
+quantizers change nothing.
 """
 EXAMPLES = """\
 examples:

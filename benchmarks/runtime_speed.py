@@ -72,12 +72,66 @@ class _Segformer(torch.nn.Module):
         return self.net(x).logits
 
 
+class _Bottleneck(torch.nn.Module):
+    """A residual block of ResNet-50."""
+
+    def __init__(self, given: int, made: int, stride: int = 1) -> None:
+        super().__init__()
+        inner, norm = made // 4, torch.nn.BatchNorm2d
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(given, inner, 1, bias=False), norm(inner), torch.nn.ReLU(),
+            torch.nn.Conv2d(inner, inner, 3, stride, 1, bias=False), norm(inner), torch.nn.ReLU(),
+            torch.nn.Conv2d(inner, made, 1, bias=False), norm(made),
+        )  # fmt: skip
+        same = given == made and stride == 1
+        self.short = (
+            torch.nn.Identity()
+            if same
+            else torch.nn.Sequential(torch.nn.Conv2d(given, made, 1, stride, bias=False), norm(made))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+class _Detector(torch.nn.Module):
+    """Bottleneck blocks, and an encoder over the places of their image, as in DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 64, 7, 4, 3, bias=False), torch.nn.BatchNorm2d(64), torch.nn.ReLU()
+        )
+        widths = ((64, 256, 1), (256, 256, 1), (256, 512, 2), (512, 512, 1), (512, 1024, 2), (1024, 1024, 1))
+        self.blocks = torch.nn.Sequential(*(_Bottleneck(*width) for width in widths))
+        self.project, self.encoder = torch.nn.Conv2d(1024, 256, 1), Encoder(layers=2, norm_first=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.project(self.blocks(self.stem(x))).flatten(2).transpose(1, 2))
+
+
+class _Speech(torch.nn.Module):
+    """Convolutions of a waveform with norms after them, and an encoder, as in wav2vec 2.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[torch.nn.Module] = []
+        for given, kernel, stride in ((1, 10, 5), *((256, 3, 2),) * 4):
+            layers += [torch.nn.Conv1d(given, 256, kernel, stride), torch.nn.GroupNorm(16, 256), torch.nn.GELU()]
+        self.features, self.encoder = torch.nn.Sequential(*layers), Encoder(layers=2, norm_first=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.features(x).transpose(1, 2))
+
+
 #: architectures with random weights: what builds them, and the shape of a sample; of token ids the vocabulary beside it
 RANDOM: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...], int | None]] = {
     "resnet18": (ResNet18, (3, 224, 224), None),
     "mobilenet_v2": (MobileNetV2, (3, 224, 224), None),
     "unet_32": (lambda: UNet(32), (3, 128, 128), None),
     "segformer_b0": (_Segformer, (3, 128, 128), None),
+    "detector_like": (_Detector, (3, 160, 160), None),
+    "speech_like": (_Speech, (1, 8000), None),
     "encoder_256": (Encoder, (64, 256), None),
     "words_50k": (_Words, (64,), 50257),
 }
