@@ -159,9 +159,12 @@ def layer_inputs(
     why_not = _why_not(sim, only_with_attention, row)
     if why_not is not None:
         return LayerInputsReport(tuple(site.name for site in _narrow(sim)), (), why_not)
-    off = _between(sim, row)
+    off, read = _between(sim, row), {id(site.quantizer) for site in _needed(sim)}
     for site in off:
-        site.quantizer.release("no layer with a stored weight reads it")
+        if row is not None and id(site.quantizer) in read:
+            site.quantizer.release(f"{row.name} computes what reads it faster in float")
+        else:
+            site.quantizer.release("no layer with a stored weight reads it")
     return LayerInputsReport(tuple(site.name for site in _narrow(sim)), tuple(site.name for site in off))
 
 
@@ -186,34 +189,21 @@ def _narrow(sim: Simulation) -> list[Site]:
 
 
 def _between(sim: Simulation, target: Target | None) -> list[Site]:
-    """Sites of narrow activations that no layer reads, nor makes on a kernel that returns codes only."""
-    narrow, made = _narrow(sim), set[str]() if target is None else _made_on_codes(sim, target)
-    needed = {id(site.quantizer) for site in (*_needed(sim), *(site for site in narrow if site.value in made))}
+    """Sites of narrow activations that no layer on integer kernels reads, nor makes on a kernel that returns codes only."""
+    narrow, gains = _narrow(sim), {} if target is None else _gains_on_codes(sim, target)
+    on_grid = {site.value for site in narrow if site.role == "output"}
+    made = {_rounded(sim.graph, sim.graph.op(name).outputs[0], on_grid) for name, gain in gains.items() if gain}
+    read = _needed(sim, {name for name, gain in gains.items() if not gain})
+    needed = {id(site.quantizer) for site in (*read, *(site for site in narrow if site.value in made))}
     return [site for site in narrow if id(site.quantizer) not in needed]
 
 
-def _needed(sim: Simulation) -> Iterator[Site]:
-    """Sites of weights, of values inside operators, and of inputs of layers with weights."""
-    sites = sim.quantizers.values()
-    layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
-    read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
-    # a value that was only moved (heads put together again after an attention) lies on the grid of another's site
-    grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
-    for site in sites:
-        of_layer = _layer_of(sim, site) in layers and site.role != "output"
-        if of_layer or site.role == "weight" or site.inner is not None:
-            yield site
-        elif site.value in read or site.name in grids:
-            yield site
-
-
-def _made_on_codes(sim: Simulation, target: Target) -> set[str]:
-    """Values made by layers that ``target`` computes on codes where their outputs have a grid, and else slower in float."""
+def _gains_on_codes(sim: Simulation, target: Target) -> dict[str, bool]:
+    """Layers whose integer kernels in ``target`` return codes only -> whether these are faster than float ones."""
     graph, times = sim.graph, target.kernel_times
     weights = {site.op for site in sim.quantizers.values() if site.enabled and site.role == "weight"}
-    on_grid = {site.value for site in sim.quantizers.values() if site.enabled and site.role == "output"}
     layers = (op for op in graph.ops if op.type in target.code_results and op.name in weights)
-    return {_rounded(graph, op.outputs[0], on_grid) for op in layers if times is None or times.gains(graph, op)}
+    return {op.name: times is None or times.gains(graph, op) for op in layers}
 
 
 def _rounded(graph: Graph, value: str, on_grid: Collection[str]) -> str:
@@ -223,6 +213,21 @@ def _rounded(graph: Graph, value: str, on_grid: Collection[str]) -> str:
             break
         value = reader.outputs[0]
     return value
+
+
+def _needed(sim: Simulation, in_float: Collection[str] = ()) -> Iterator[Site]:
+    """Sites of weights, of values inside operators, and of inputs of layers with weights but for those ``in_float``."""
+    sites = sim.quantizers.values()
+    layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)} - {*in_float}
+    read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
+    # a value that was only moved (heads put together again after an attention) lies on the grid of another's site
+    grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
+    for site in sites:
+        of_layer = _layer_of(sim, site) in layers and site.role != "output"
+        if of_layer or site.role == "weight" or site.inner is not None:
+            yield site
+        elif site.value in read or site.name in grids:
+            yield site
 
 
 def _layer_of(sim: Simulation, site: Site) -> str:
