@@ -11,7 +11,6 @@ from typing import Any
 
 from bitwright.aimet_common.absent import absent_names
 from bitwright.core.numerics.formats import FLOAT_FORMATS, Format, IntFormat, parse_format
-from bitwright.core.placement.rules import Rules
 from bitwright.errors import ConfigError, close_matches, with_article
 
 __getattr__ = absent_names(__name__)
@@ -326,16 +325,3 @@ def kind_of(fmt: Format) -> qtype:
 def signed_as(fmt: str, signed: bool) -> Format:
     """The format called ``fmt``; an integer one signed or not as told."""
     return parse_format(re.sub(r"^u?int", "int" if signed else "uint", fmt))
-
-
-def supported_kernels(rules: Rules) -> dict[str, list[dict[str, Any]]]:
-    """The kernels of a configuration as AIMET writes them; ``defaults`` is always there."""
-
-    def entry(width: tuple[int, str] | None) -> dict[str, Any] | None:
-        return None if width is None else {"bitwidth": width[0], "dtype": width[1]}
-
-    found: dict[str, list[dict[str, Any]]] = {"defaults": []}
-    for name, kernels in rules.kernels.items():
-        pairs = [{"activation": entry(k.activation), "param": entry(k.weight)} for k in kernels]
-        found[name] = [{key: value for key, value in pair.items() if value is not None} for pair in pairs]
-    return found

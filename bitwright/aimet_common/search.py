@@ -92,7 +92,7 @@ class AutoQuant:
 
     Args:
         model: the float model.
-        dummy_input: taken from the data; kept for AIMET's order of arguments.
+        dummy_input: an input; the data are what is run.
         data_loader: batches without labels.
         eval_callback: ``(model or session) -> accuracy``, or ``(model or session, num_samples) -> accuracy``, where
             ``num_samples`` is ``None``: all of them; higher is better.
@@ -112,16 +112,21 @@ class AutoQuant:
         results_dir: str = "./autoquant",
         **options: Any,
     ) -> None:
-        if isinstance(model, (type, int, float, bytes, list, tuple, dict, type(None))):
-            raise ConfigError(
-                "model", f"it is {with_article(type(model).__name__)}, not a model", "pass the float model"
-            )
-        if not callable(eval_callback):
-            raise ConfigError("eval_callback", f"{eval_callback!r} cannot be called", "pass a function of a model")
-        if not isinstance(results_dir, (str, os.PathLike)):
-            raise ConfigError("results_dir", f"{results_dir!r} is not a path", "pass the folder of the results")
-        if not isinstance(data_loader, Iterable) or isinstance(data_loader, (str, bytes)):
-            raise ConfigError("data_loader", f"{data_loader!r} holds no batches", "pass batches without labels")
+        other = isinstance(model, (type, int, float, bytes, list, tuple, dict, type(None)))
+        batches = isinstance(data_loader, Iterable) and not isinstance(data_loader, (str, bytes))
+        strict, rounding = options.get("strict_validation", True), options.get("rounding_mode", "nearest")
+        widths = {name: options[name] for name in ("param_bw", "output_bw") if name in options}
+        for name, given, right, asked in (
+            ("model", model, not other, "a model"),
+            ("data_loader", data_loader, batches, "batches without labels"),
+            ("eval_callback", eval_callback, callable(eval_callback), "a function of a model"),
+            ("results_dir", results_dir, isinstance(results_dir, (str, os.PathLike)), "the folder of the results"),
+            ("strict_validation", strict, isinstance(strict, bool), "True or False"),
+            ("rounding_mode", rounding, rounding == "nearest", "'nearest'"),
+            *((name, width, width in range(4, 33), "4 to 32 bits") for name, width in widths.items()),
+        ):
+            if not right:
+                raise ConfigError(name, f"it is {given!r}, not {asked}", f"pass {asked}")
         self._model, self._data, self._folder = model, list(data_loader), Path(results_dir)
         self._metric: Callable[[Any], float] = eval_callback
         if _takes_samples(eval_callback):

@@ -23,7 +23,6 @@ from bitwright.aimet_common.defs import (
     number_format,
     qtype,
     range_method,
-    supported_kernels,
 )  # fmt: skip
 from bitwright.aimet_common.sites import ConnectedGraph, grouped_scale_format
 from bitwright.aimet_common.utils import file_version
@@ -34,6 +33,7 @@ from bitwright.core.graph.operators import block_axes, resolve_granularity
 from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
+from bitwright.core.placement.aimet_config import written_kernels
 from bitwright.core.simulation.ties import fit_products, tie_joined
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
 from bitwright.export.encodings.of_simulation import exported_names
@@ -435,7 +435,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
         """Kernels of the target by the configuration: ``defaults`` and operator types, with AIMET's entries."""
-        return supported_kernels(self.rules)
+        return written_kernels(self.rules, QuantizationDataType.__getitem__)
 
     @property
     def model(self) -> Any:

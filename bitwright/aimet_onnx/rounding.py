@@ -88,19 +88,19 @@ class SeqMseParams:
 
 
 class SequentialMse:
-    """The older form of :func:`apply_seq_mse`."""
+    """The older form of :func:`apply_seq_mse`; ``sim`` is the simulation."""
 
     def __init__(
         self, model: Any, sim: front.QuantizationSimModel, params: SeqMseParams, data_loader: Iterable[Any],
         nodes_to_exclude: list[str] | None = None,
     ) -> None:  # fmt: skip
-        self._call = (sim, params, data_loader, nodes_to_exclude)
+        self.sim, self._call = sim, (params, data_loader, nodes_to_exclude)
 
     def apply_seq_mse_algo(self) -> None:
         """Choose the ranges."""
-        sim, params, loader, excluded = self._call
+        params, loader, excluded = self._call
         apply_seq_mse(
-            sim, list(itertools.islice(loader, params.num_batches)), params.num_candidates, excluded,
+            self.sim, list(itertools.islice(loader, params.num_batches)), params.num_candidates, excluded,
             inp_symmetry=params.inp_symmetry, loss_fn=params.loss_fn,
         )  # fmt: skip
 

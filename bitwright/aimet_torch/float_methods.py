@@ -30,8 +30,8 @@ from bitwright.methods.scaling import equalize as equalization
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.progress import progress as bar
 from bitwright.torch.calls.inputs import smallest_input, walk_modules
+from bitwright.torch.modularize import modularized
 from bitwright.torch.opened import TorchOpened
-from bitwright.torch.simulation.quantsim import copied
 from bitwright.torch.training.batch_norm import fold_to_scale
 from bitwright.torch.view import BATCH_NORMS, TorchView
 
@@ -634,11 +634,12 @@ def prepare_model(
     module_classes_to_exclude: Sequence[Any] | None = None,
     concrete_args: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """A copy of ``model``, of its own class: functional calls are quantized as they are, so that nothing is rewritten.
+    """:func:`bitwright.torch.modularize.modularized`, under AIMET's names of the modules.
 
-    The other arguments have no effect, because no tracing takes place.
+    A model that cannot be traced is copied as it is, with a warning: its functional calls are quantized too.
+    ``concrete_args`` has no effect.
     """
-    return copied(model)
+    return modularized(model, modules_to_exclude or (), module_classes_to_exclude or ())
 
 
 def prepare_pt_transformer_for_quantsim(transformer_model: nn.Module) -> None:

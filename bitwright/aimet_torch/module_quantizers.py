@@ -651,6 +651,12 @@ class Record:
             for index, slot in slots._slots.items():
                 yield f"{kind}_quantizers.{index}", slot
 
+    def own(self) -> Iterator[tuple[str, Site]]:
+        """Kind and site of what stands at the module itself: no views of quantizers at other places."""
+        for kind, slots in (("param", self.params), ("input", self.inputs), ("output", self.outputs)):
+            sites = (site for slot in slots._slots.values() for site in slot.sites)
+            yield from ((kind, s) for s in sites if kind == "param" or (s.role == "output") == (kind == "output"))
+
 
 def record_of(module: Any) -> Record | None:
     """The record of a module; ``None`` outside the simulations of this package."""
@@ -680,17 +686,17 @@ def attach(sim: Any) -> None:
     modules = dict(walk_modules(sim.model))
     by_module = _grouped(sim.graph.ops, lambda op: op.module)
     below_module = _grouped(sim.graph.ops, lambda op: _nearest(op.module, modules))
-    by_param, by_op = _sites_by_place(sim)
+    places = by_param, by_op, _ = _places(sim, modules)
     device = model_device(sim.model)
     whole = {path for path, m in modules.items() if not is_leaf(m) and at_edges(type(m))}
     below = tuple(f"{path}." for path in whole)
     for path, module in modules.items():
         inputs, outputs = QuantizerList(()), QuantizerList(())
         if path in whole:  # a class of a script's says that it is quantized at its edges
-            inputs, outputs = _edges_of_whole(sim, path, by_param, by_op)
+            inputs, outputs = _edges_of_whole(sim, path, places)
         elif is_leaf(module):  # what the forward of others computes lies between their sub-modules
-            given = None if module._parameters else by_param  # a function's operands may be parameters of other modules
-            inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op, given)
+            # a function's operands may be parameters of other modules
+            inputs, outputs = _edges(sim, path, by_module.get(path, []), places, not module._parameters)
         own = chain(*(by_op.get(op.name, ()) for op in below_module.get(path, ())))
         params = _param_slots(sim, path, module, by_param)
         record = Record(sim, path, params, inputs, outputs, _not_among([*own], _edge_slots(inputs, outputs)))
@@ -770,8 +776,12 @@ def show_all_ends(sim: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((f"{name}.{end}", parameter) for end, parameter in quantizer.named_parameters())
 
 
-def _sites_by_place(sim: Any) -> tuple[dict[str, list[Site]], dict[str, list[Site]]]:
-    """The sites of stored parameters by parameter, and all others by operator."""
+#: sites by parameter, by operator, and those elsewhere that AIMET puts at the module that reads or writes the value: of
+#: functional calls (``x + y``), and of what operators read that a configuration gives quantizers at their inputs
+_Places = tuple[Mapping[str, list[Site]], Mapping[str, list[Site]], Callable[[str, set[str]], list[Site]]]
+
+
+def _places(sim: Any, modules: Mapping[str, nn.Module]) -> _Places:
     by_param: dict[str, list[Site]] = {}
     by_op: dict[str, list[Site]] = {}
     for site in sim.quantizers.values():
@@ -780,17 +790,19 @@ def _sites_by_place(sim: Any) -> tuple[dict[str, list[Site]], dict[str, list[Sit
             by_param.setdefault(param, []).append(site)
         else:
             by_op.setdefault(site.op, []).append(site)
-    return by_param, by_op
+    calls = [op for op in sim.graph.ops if not is_leaf(modules[_nearest(op.module, modules)])]
+    between = _grouped(chain(*(by_op.get(op.name, ()) for op in calls)), lambda site: site.value)
+    made = {site.value: [site] for site in sim.quantizers.values() if site.role == "output"}
+    wanted = {rule.op for rule in sim.rules.rules if rule.port == "input" and rule.quantized is True}
+    return by_param, by_op, lambda value, types: (made if wanted & types else between).get(value, [])[:1]
 
 
-def _edges_of_whole(
-    sim: Any, path: str, by_param: Mapping[str, list[Site]], by_op: Mapping[str, list[Site]]
-) -> tuple[QuantizerList, QuantizerList]:
+def _edges_of_whole(sim: Any, path: str, places: _Places) -> tuple[QuantizerList, QuantizerList]:
     """Quantizers of what a module with sub-modules reads and returns; all others below it are switched off."""
     ops = [op for op in sim.graph.ops if f"{op.module}.".startswith(f"{path}.")]
-    inputs, outputs = _edges(sim, path, ops, by_op, None)
-    held = [site for op in ops for site in by_op.get(op.name, ())]
-    held += [site for name, sites in by_param.items() if name.startswith(f"{path}.") for site in sites]
+    inputs, outputs = _edges(sim, path, ops, places, False)
+    held = [site for op in ops for site in places[1].get(op.name, ())]
+    held += [site for name, sites in places[0].items() if name.startswith(f"{path}.") for site in sites]
     for site in _not_among(held, _edge_slots(inputs, outputs)):
         site.enabled = False
     return inputs, outputs
@@ -815,14 +827,18 @@ def _nearest(path: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _edges(
-    sim: Any, path: str, ops: Sequence[Any], by_op: Mapping[str, list[Site]], given: Mapping[str, list[Site]] | None
+    sim: Any, path: str, ops: Sequence[Any], places: _Places, with_params: bool
 ) -> tuple[QuantizerList, QuantizerList]:
-    """Quantizers of what a module reads and returns; with ``given``, sites by parameter, also of the parameters it reads."""
+    """Quantizers of what a module reads, also of parameters if told so, and returns."""
+    by_param, by_op, elsewhere = places
     sites = [site for op in ops for site in by_op.get(op.name, ())]
-    entering = _entering(sim.graph, ops, given is not None)
-    params = {param: given.get(param, ()) for v in entering if given and (param := sim.graph.values[v].param)}
+    entering = _entering(sim.graph, ops, with_params)
+    params = {param: by_param.get(param, ()) for v in entering if with_params and (param := sim.graph.values[v].param)}
     reads = _by_value(("input", "constant", "weight"), entering, [*sites, *chain(*params.values())])
-    returns = _by_value(("output",), _leaving(sim.graph, ops), sites)
+    leaving = list(_leaving(sim.graph, ops))
+    returns = _by_value(("output",), leaving, sites)
+    reads = [own or elsewhere(value, {op.type for op in ops}) for value, own in zip(entering, reads, strict=True)]
+    returns = [own or elsewhere(value, set()) for value, own in zip(leaving, returns, strict=True)]
     if len(ops) > 1 and len({(op.type, len(op.outputs)) for op in ops}) == 1 == len(ops[0].outputs):
         reads, returns = _by_port(ops, entering, reads), [list(chain(*returns))]  # one call, made several times
     return _slots(sim, f"{path}.input", reads, bool(ops)), _slots(sim, f"{path}.output", returns, bool(ops))

@@ -410,7 +410,7 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
 def _others_kept(sim: Any, model: nn.Module) -> Iterator[None]:
     """Keep the encodings of all quantizers outside ``model`` inside the block."""
     records = list(below(model))
-    own = {id(site.quantizer) for r in records for _, slot in r.slots() for site in slot.sites}
+    own = {id(site.quantizer) for r in records for _, site in r.own()}
     own |= {id(site.quantizer) for r in records for site in r.inside}
     kept = [(q, q.frozen, q.enabled) for q in sim.quantizers.unique() if id(q) not in own]
     for quantizer, _, enabled in kept:  # what has no range yet cannot take part, and stays without one

@@ -26,7 +26,7 @@ from torch import nn
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_attribute, differs
 from bitwright.aimet_common.aliases import names_below
-from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method, supported_kernels
+from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method
 from bitwright.aimet_common.sites import ConnectedGraph
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
@@ -54,13 +54,14 @@ from bitwright.aimet_torch.quantizers import GroupedBlockQuantizeDequantize, Qua
 from bitwright.core.graph.graph import Op
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import RangeMethod
+from bitwright.core.placement.aimet_config import written_kernels
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.core.simulation.ties import fit_products
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError, with_article
 from bitwright.export.artefacts import rename_ports
 from bitwright.export.files.onnx_file import moved_model, save_model
 from bitwright.export.qdq.write import to_qdq
-from bitwright.torch.calls.inputs import evaluation, walk_modules
+from bitwright.torch.calls.inputs import as_example, evaluation, walk_modules
 from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid
 from bitwright.torch.simulation.export import exported_module
 from bitwright.torch.simulation.simulate import mark
@@ -445,11 +446,9 @@ class QuantizationSimModel(front.QuantizationSimModel):
         rounding = options.pop("rounding_mode", None)
         if rounding not in (None, "nearest"):
             raise ConfigError("rounding_mode", f"{rounding!r} is not supported", "leave it out, or use 'nearest'")
-        if isinstance(dummy_input, list):
-            dummy_input = tuple(dummy_input)
         super().__init__(
             model,
-            dummy_input,
+            as_example(model, dummy_input),
             range_method(quant_scheme),
             default_output_bw=default_output_bw,
             default_param_bw=default_param_bw,
@@ -477,7 +476,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
         """Kernels of the target by operator type, and ``defaults``, from the configuration in AIMET's form."""
-        return supported_kernels(self.rules)
+        return written_kernels(self.rules, QuantizationDataType.__getitem__)
 
     def __str__(self) -> str:
         """Every layer with the formats of its quantizers, and what is not quantized with the reason."""
@@ -601,7 +600,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
                     "name modules of sim.model, not of the model it was made from",
                 )
             for record in records:
-                switched_off(site for _, slot in record.slots() for site in slot.sites)
+                switched_off(site for _, site in record.own())
                 switched_off(record.inside)
 
     def exclude_param_from_quantization(self, param_name_to_exclude: str) -> None:
@@ -656,7 +655,8 @@ class QuantizationSimModel(front.QuantizationSimModel):
         with tempfile.TemporaryDirectory(dir=folder) as work:
             version = file_version(options.get("encoding_version"))
             options = {"every_tensor": True, **options, "encoding_version": version}
-            made = self.write_artefacts(work, filename_prefix, dummy_input, samples=False, **options)
+            example = as_example(self.model, dummy_input)
+            made = self.write_artefacts(work, filename_prefix, example, samples=False, **options)
             _tell_fixed_batch(made, options)
             target = folder / f"{prefix}_torch.encodings"
             self.save_encodings(target, version)
@@ -814,6 +814,7 @@ def compute_encodings_for_sims(
             for other in sim_list:
                 if other is not sim:
                     others.enter_context(other.in_float())
+                    others.enter_context(evaluation(other.model))
             sim.compute_encodings(lambda _: forward_pass_callback(models, forward_pass_callback_args))
 
 

@@ -31,13 +31,7 @@ __all__ = [
 
 def _removed(modules: Any, *kinds: str) -> Handle:
     records = below(modules)
-    sites = [
-        site
-        for record in records
-        for name, slot in record.slots()
-        for site in slot.sites
-        if name.partition("_")[0] in kinds
-    ]
+    sites = [site for record in records for kind, site in record.own() if kind in kinds]
     return switched_off([*sites, *(site for r in records for site in r.inside if site.role in kinds)])
 
 
@@ -76,9 +70,7 @@ def get_all_quantizers(model: nn.Module) -> tuple[list[Any], list[Any], list[Any
     return found["param"], found["input"], found["output"]
 
 
-def disable_all_quantizers(model: nn.Module) -> Handle:
-    """:func:`remove_all_quantizers` under its older name."""
-    return remove_all_quantizers(model)
+disable_all_quantizers = remove_all_quantizers  # its older name
 
 
 def has_no_quantizers(module: nn.Module, ignore_params: bool = False) -> bool:

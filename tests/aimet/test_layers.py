@@ -39,6 +39,7 @@ from bitwright.aimet_torch.quantization.tensor import QuantizedTensor
 from bitwright.aimet_torch.quantsim import QuantizationSimModel as TorchSim
 from bitwright.aimet_torch.quantsim import load_encodings_to_sim
 from bitwright.aimet_torch.quantsim.config_utils import set_grouped_blockwise_quantization_for_weights
+from bitwright.aimet_torch.utils import remove_all_quantizers
 from bitwright.errors import ConfigError, GranularityError, ModelError
 from tests.aimet.nets import Net, Residual, batch
 from tests.aimet.onnx_nets import feeds, folded
@@ -455,13 +456,68 @@ def test_functional_calls_are_reached_by_names_and_by_removal():
     x = torch.randn(1, 3, 8, 8)
     sim = QuantizationSimModel(Residual(), x)
     names = dict(sim.named_quantizers())
-    (inside,) = [name for name in names if name.startswith("add")]
-    assert names[inside].bitwidth == 8
+    inside = "conv2.input_quantizers.0"  # conv2 reads what ``+`` computes
+    assert names[inside].bitwidth == 8 and not any(name.startswith("add") for name in names)
     from bitwright.aimet_torch.utils import remove_activation_quantizers
 
     with remove_activation_quantizers(sim.model):
         assert inside not in dict(sim.named_quantizers())
     assert inside in dict(sim.named_quantizers())
+
+
+def test_what_a_functional_call_computes_has_its_quantizer_at_the_module_that_reads_it():
+    x = torch.randn(1, 3, 8, 8)
+    sim = QuantizationSimModel(Residual(), x)
+    (site,) = [s for s in sim.quantizers.values() if s.op.startswith("add") and s.role == "output"]
+    sim.model.conv2.input_quantizers[0].bitwidth = 5
+    assert site.spec.format.bits == 5
+    sim.model.conv2.input_quantizers[0] = None
+    assert not site.enabled
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_inputs_that_a_configuration_asks_for_show_what_computes_them(asked: bool):
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu, self.matmul = nn.ReLU(), MatMul()
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.matmul(a, self.relu(b))
+
+    op_type = {"MatMul": {"is_input_quantized": "True"}} if asked else {}
+    empty = dict.fromkeys(("params", "model_input", "model_output"), {})
+    defaults = {"ops": {"is_output_quantized": "True"}, "params": {}, "hw_version": "default"}
+    config = {"defaults": defaults, "op_type": op_type, "supergroups": [], **empty}
+    sim = QuantizationSimModel(Product(), (torch.randn(2, 3), torch.randn(3, 2)), config_file=config)
+    seen = sim.model.matmul.input_quantizers[1]
+    assert (seen is not None) == asked
+    with remove_all_quantizers(sim.model.matmul):
+        assert sim.model.relu.output_quantizers[0] is not None  # which is not of ``matmul``
+
+
+class Mapped(nn.Module):
+    """Reads one mapping."""
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return given["a"] * given["b"]
+
+
+def test_an_example_may_be_the_mapping_that_a_model_reads():
+    given = {"a": torch.randn(2, 3), "b": torch.randn(2, 3)}
+    sim = QuantizationSimModel(Mapped(), given)
+    sim.compute_encodings(lambda model, args: model(args), given)
+    assert sim.model(given).shape == (2, 3)
+
+
+def test_statistics_of_batch_norms_stay_while_several_simulations_are_calibrated():
+    from bitwright.aimet_torch.quantsim import compute_encodings_for_sims
+
+    x = torch.randn(4, 3, 8, 8)
+    sims = [QuantizationSimModel(nn.Sequential(nn.BatchNorm2d(3)).train(), x) for _ in range(2)]
+    sims[1].model.train()
+    compute_encodings_for_sims(sims, lambda models, _: models[1](models[0](x)), None)
+    assert all((sim.model[0].running_mean == 0).all() for sim in sims) and sims[1].model.training
 
 
 def test_our_own_calls_work_on_the_layers_simulation(sim):

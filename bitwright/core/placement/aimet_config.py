@@ -8,7 +8,7 @@ by the kind of hardware, is added where a rule can say it; the rest is told in `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -349,12 +349,30 @@ class _Reader:
 
 def _version(defaults: _Section) -> int | None:
     version = defaults.data.get("hw_version")
-    if version is None:
+    if version is None or version == "default":  # which AIMET takes for none
         return None
     digits = str(version).upper().removeprefix("V")
     if not isinstance(version, str) or not digits.isdigit():
         raise defaults.error("hw_version", f"{version!r} is not a version", 'write it like "V73"')
     return int(digits)
+
+
+def written_kernels(rules: Rules, dtype: Callable[[str], Any] = str) -> dict[str, list[dict[str, Any]]]:
+    """The kernels of a configuration as AIMET tells them; ``defaults`` is always there.
+
+    Args:
+        rules: of the configuration.
+        dtype: makes what stands at ``dtype`` of ``"int"`` and ``"float"``.
+    """
+
+    def entry(width: tuple[int, str] | None) -> dict[str, Any] | None:
+        return None if width is None else {"bitwidth": width[0], "dtype": dtype(width[1])}
+
+    found: dict[str, list[dict[str, Any]]] = {"defaults": []}
+    for name, kernels in rules.kernels.items():
+        pairs = [{"activation": entry(k.activation), "param": entry(k.weight)} for k in kernels]
+        found[name] = [{key: value for key, value in pair.items() if value is not None} for pair in pairs]
+    return found
 
 
 def _kernel(section: _Section, kernel: Mapping[str, Any]) -> Kernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -310,6 +311,23 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         return tuple(batch), {}
     return (batch,), {}
+
+
+def as_example(model: nn.Module, example: Any) -> Any:
+    """An example as scripts for AIMET give it, in the form of :func:`as_call`.
+
+    A list is positional arguments; a dict whose keys ``model.forward`` has no parameters for is its one argument; and an empty
+    dict at the end, which torch's older exporter needs after a dict, is left out.
+    """
+    if isinstance(example, list):
+        return tuple(example)
+    if isinstance(example, tuple) and len(example) > 1 and example[-1] == {} and isinstance(example[-2], dict):
+        return example[:-1]
+    if isinstance(example, dict):
+        parameters = inspect.signature(model.forward).parameters
+        named = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return example if named or example.keys() <= parameters.keys() else (example,)
+    return example
 
 
 #: problem and remedy where a model fails on arrays
