@@ -486,3 +486,10 @@ def operator_times(model: Any, graph: Graph, example: Any, rounds: int = 15) -> 
     work = {op.name: _work(graph, op) for op in graph.ops}
     total = max(sum(work.values()), 1.0)
     return {name: whole * amount / total for name, amount in work.items()}
+
+
+def remedy_of(graph: Graph, otherwise: str) -> str:
+    """What to do where nothing of a model can be made smaller: of a quantized one, to begin with the float model."""
+    if any(op.type in ("QuantizeLinear", "DequantizeLinear") for op in graph.ops):
+        return "the model is quantized already: compress the float model, and quantize what that returns"
+    return otherwise

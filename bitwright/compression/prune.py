@@ -15,7 +15,7 @@ import numpy as np
 
 from bitwright.compression.bits import BitSpace, JointSpace
 from bitwright.compression.checks import checked_dependencies, difference, masked_outputs
-from bitwright.compression.costs import Prices, check_target, nearest_part
+from bitwright.compression.costs import Prices, check_target, nearest_part, remedy_of
 from bitwright.compression.groups import Dependencies, Group, Refusal
 from bitwright.compression.importance import Evidence, comparable, criterion, mean_squares
 from bitwright.compression.ratios import Chosen, Record, choose, sensitivities
@@ -540,7 +540,7 @@ def _exact(
 def _nothing(found: Dependencies) -> ConfigError:
     reasons = [str(r) for r in found.refused] or ["it has no layer whose channels are computed and read by layers"]
     problem = f"nothing can be removed: {first_few(reasons, 6)}"
-    return ConfigError("compress", problem, "see docs/compression.md for what blocks a layer")
+    return ConfigError("compress", problem, remedy_of(found.graph, "see docs/compression.md for what blocks a layer"))
 
 
 def _evidence(

@@ -29,7 +29,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.compression.costs import changed_ms, graph_costs, slower, untouched, with_ms
+from bitwright.compression.costs import changed_ms, graph_costs, remedy_of, slower, untouched, with_ms
 from bitwright.compression.ratios import Chosen, Option, Part, Space, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
@@ -752,7 +752,7 @@ class SvdSpace(Space):
             raise ConfigError(
                 "svd",
                 f"no layer can be written as factors: {first_few(reasons, 6) or 'none multiplies by a stored weight'}",
-                "allow other forms, or exclude fewer layers",
+                remedy_of(self.view.graph(), "allow other forms, or exclude fewer layers"),
             )
         self.batches = batches if judged is None else list(judged)
         self._wanted = [[np.array(y) for y in outputs] for outputs in opened.outputs(self.batches)]

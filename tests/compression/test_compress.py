@@ -352,6 +352,28 @@ def test_the_joint_choice_is_the_best_of_all() -> None:
     assert found.best.costs["bytes"] <= 0.18 * space.original_costs()["bytes"]
 
 
+def test_a_quantized_file_is_refused_with_the_way_out() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]> g (float[N,8] x) => (float[N,4] y)
+        <float scale = {0.5}, int8 zero = {0}> {
+        a = DequantizeLinear(W, scale, zero)
+        q = QuantizeLinear(x, scale, zero)
+        d = DequantizeLinear(q, scale, zero)
+        h = MatMul(d, a)
+        r = Relu(h)
+        b = DequantizeLinear(V, scale, zero)
+        y = MatMul(r, b)
+    }""")
+    rng = np.random.default_rng(0)
+    for name, shape in (("W", (8, 16)), ("V", (16, 4))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(rng.integers(-9, 9, shape, np.int8), name))
+    x = [rng.normal(size=(4, 8)).astype(np.float32)]
+    way_out = "Remedy: the model is quantized already: compress the float model, and quantize what that returns"
+    with pytest.raises(ConfigError, match=f"nothing can be removed: .*{way_out}"):
+        bitwright.compress(model, x, {"macs": 0.5}, widths=1, progress=False)
+    with pytest.raises(ConfigError, match=f"no layer can be written as factors: .*{way_out}"):
+        svd_model(load_model(model), x, macs=0.5, progress=False)
+
+
 def test_bad_input(net: Net) -> None:
     with pytest.raises(ConfigError, match="'64KiB' of macs is no number"):
         bitwright.compress(net, DATA, {"macs": "64KiB"})
