@@ -271,9 +271,83 @@ def _other_output(proto: Any, rng: Random) -> None:
         value.name = _pick(_names(proto), rng)
 
 
+def _cycle(proto: Any, rng: Random) -> None:
+    """Let a node read what is computed from it."""
+    nodes = [node for node in proto.graph.node if node.input and node.output]
+    if nodes:
+        at = int(rng.integers(len(nodes)))
+        nodes[at].input[0] = _pick(nodes[at:], rng).output[0]
+
+
+def _same_name(proto: Any, rng: Random) -> None:
+    """Give two things one name: nodes, tensors, inputs or outputs."""
+    graph = proto.graph
+    kind = int(rng.integers(4))
+    if kind == 0 and len(graph.node) > 1:
+        _pick(graph.node, rng).name = _pick(graph.node, rng).name
+    elif kind == 1 and graph.initializer:
+        graph.initializer.add().CopyFrom(_pick(graph.initializer, rng))
+    elif kind == 2 and graph.initializer:
+        _pick(graph.initializer, rng).name = _pick(_names(proto), rng)
+    elif kind == 3:
+        values = graph.input if rng.integers(2) else graph.output
+        values.add().CopyFrom(_pick(values, rng) or graph.output[0])
+
+
+def _false_shape(proto: Any, rng: Random) -> None:
+    """Dimensions of a constant that its bytes do not have: huge, negative, none, or of an overflowing product."""
+    tensor = _pick(proto.graph.initializer, rng)
+    if tensor is None:
+        return
+    shapes = ((2**40,), (2**31, 2**31, 4), (-1, 4), (-(2**62),), (), (0, 2**50), (1, 2**33, 0), (2**62, 2**62), (3, 5))
+    del tensor.dims[:]
+    tensor.dims.extend(_pick(shapes, rng))
+    if rng.integers(3) == 0:
+        tensor.data_type = int(_pick((0, 1, 2, 8, 9, 10, 14, 16, 21, 22, 23, 99), rng))
+    if rng.integers(3) == 0:
+        tensor.raw_data = tensor.raw_data[: int(rng.integers(1 + len(tensor.raw_data)))]
+
+
+def _huge_result(proto: Any, rng: Random) -> None:
+    """A constant that computes a tensor of many elements, read by some node."""
+    import onnx
+
+    node = _pick([node for node in proto.graph.node if node.input], rng)
+    if node is None:
+        return
+    shape = _pick(((2**28,), (2**20, 2**12), (2**40,), (-5,), (0,)), rng)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape, np.int64), "huge_shape"))
+    operator = _pick((("ConstantOfShape", ["huge_shape"]), ("Expand", [node.input[0], "huge_shape"])), rng)
+    made = onnx.helper.make_node(*operator, ["huge"], name="huge")
+    nodes = [made, *proto.graph.node]
+    node.input[int(rng.integers(len(node.input)))] = "huge"
+    kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del proto.graph.node[:]
+    proto.graph.node.extend(kept)
+
+
+def _elsewhere(proto: Any, rng: Random) -> None:
+    """Say that the bytes of a constant lie in another file, or far behind the end of one."""
+    tensor = _pick(proto.graph.initializer, rng)
+    if tensor is None:
+        return
+    tensor.ClearField("raw_data")
+    tensor.data_location = 1
+    facts = {
+        "location": ("m.onnx", "none", "", "/dev/zero", "../m.onnx", "."),
+        "offset": ("0", "-1", "x", str(2**62)),
+        "length": ("16", "-1", "", str(2**62)),
+    }
+    for key, values in facts.items():
+        if rng.integers(4):
+            entry = tensor.external_data.add()
+            entry.key, entry.value = key, _pick(values, rng)
+
+
 _GRAPH_DAMAGE: tuple[Callable[[Any, Random], None], ...] = (
     _other_input, _other_input, _more_or_fewer, _other_operator, _other_attribute, _other_attribute, _without_attribute,
     _other_tensor, _other_tensor, _other_tensor, _other_interface, _other_versions, _node_again, _node_gone, _other_output,
+    _cycle, _same_name, _false_shape, _huge_result, _elsewhere,
 )  # fmt: skip
 
 
@@ -437,7 +511,11 @@ def folder_case(rng: Random, folder: Path) -> Use:
         for name, content in exported(number).items():
             (place / name).write_bytes(content)
     victim = _pick(sorted(there.iterdir()), rng)
-    _damage_file(victim, rng)
+    other = exported(_pick(_EXPORTED, rng))
+    if rng.integers(4) == 0 and victim.name in other:  # a file of another model, or under another's name
+        victim.write_bytes(other[_pick(sorted(other), rng) if rng.integers(3) == 0 else victim.name])
+    else:
+        _damage_file(victim, rng)
     manifest = there / "net_manifest.json"
     if rng.integers(2) and manifest.is_file() and victim != manifest:
         write_manifest(manifest)
@@ -541,10 +619,13 @@ def data_case(rng: Random, folder: Path) -> Use:
     from bitwright.onnx import load_data
     from tests.conformance.test_damaged_files import DATA
 
-    name = _pick([*DATA, "bomb.npz"], rng)
+    name = _pick([*DATA, "bomb.npz", "header.npz"], rng)
     path = folder / "data" / name
     path.parent.mkdir()
-    if name == "bomb.npz":
+    if name == "header.npz":
+        specs = DATA["a.npz"][1]
+        path.write_bytes(_false_archive(rng))
+    elif name == "bomb.npz":
         specs = DATA["a.npz"][1]
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(
@@ -562,6 +643,32 @@ def data_case(rng: Random, folder: Path) -> Use:
         path.write_bytes(damaged_bytes(make(), rng))
     source = path if path.suffix in (".npz", ".npy") else path.parent
     return lambda: list(load_data(source, specs, batch_size=2))
+
+
+def _false_archive(rng: Random) -> bytes:
+    """An .npz archive whose headers say other types, orders and shapes than the bytes have; members may repeat."""
+    import zipfile
+
+    content = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(content, "w") as archive:
+        warnings.simplefilter("ignore")  # two members of one name
+        for _ in range(int(rng.integers(1, 4))):
+            kind = _pick(
+                ("<f4", "<f8", "<f2", "|O", "<U7", "|S3", "<M8[s]", "|b1", "<c8", "|V9", "<i8", "nonsense", ">f4"), rng
+            )
+            shape = _pick(
+                ((4, 3, 4, 4), (4, 3), (), (0, 3, 4, 4), (-1, 3, 4, 4), (2**40, 3, 4, 4), (2**62, 2**62), (4, 3, 5, 4)),
+                rng,
+            )
+            header = {"descr": kind, "fortran_order": bool(rng.integers(2)), "shape": shape}
+            if rng.integers(6) == 0:
+                header = damaged_document({**header, "shape": list(shape)}, rng)
+            text = repr(header).encode("utf-8", "replace") + b"\n"
+            size = len(text) if rng.integers(5) else int(_pick((0, 1, 60000), rng))
+            body = np.zeros(int(_pick((0, 16, 192, 5000), rng)), np.float32).tobytes()
+            name = _pick(("x.npy", "x", "y.npy", "", "../x.npy", "labels.npy"), rng)
+            archive.writestr(name, b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + text + body)
+    return content.getvalue()
 
 
 @cache
@@ -608,9 +715,13 @@ def plan_case(rng: Random, folder: Path) -> Use:
 
 def _damage_any(path: Path, rng: Random) -> None:
     """Damage a JSON document, the header of safetensors, or bytes."""
-    content, how = path.read_bytes(), int(rng.integers(8))
+    content, how = path.read_bytes(), int(rng.integers(9))
     if how == 0:
         path.unlink()
+    elif path.suffix == ".safetensors" and how == 8:  # the length of the header, or an offset in it
+        path.write_bytes(_false_lengths(content, rng))
+    elif path.name == "config.json" and how == 8:
+        path.write_bytes(as_json(_other_sizes(json.loads(content), rng)))
     elif path.suffix == ".json" and how < 6:
         document = json.loads(content)
         part = document.get("quantization_config") if rng.integers(4) else None  # the part of many that is read
@@ -625,6 +736,37 @@ def _damage_any(path: Path, rng: Random) -> None:
         path.write_bytes(begin + content[4000:])
     else:
         path.write_bytes(damaged_bytes(content, rng) if len(content) < 1 << 20 else content[: len(content) // 2])
+
+
+def _false_lengths(content: bytes, rng: Random) -> bytes:
+    size = int.from_bytes(content[:8], "little")
+    if rng.integers(3) == 0:
+        other = int(_pick((0, 1, size - 1, size + 1, len(content), 2**31, 2**63 - 1, 2**64 - 1), rng))
+        return other.to_bytes(8, "little") + content[8:]
+    header = json.loads(content[8 : 8 + size])
+    entry = header[_pick(sorted(key for key in header if key != "__metadata__"), rng)]
+    if rng.integers(2):
+        entry["data_offsets"][int(rng.integers(2))] = int(_pick((0, 1, -4, 4, 2**40, 2**63), rng))
+    else:
+        entry["shape"] = _pick(
+            ([], [0], [-1, 4], [2**40], [2**32, 2**32], [1, *entry["shape"]], entry["shape"][::-1]), rng
+        )
+    text = as_json(header)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
+def _other_sizes(config: Any, rng: Random) -> Any:
+    """Numbers of a model's configuration that its tensors do not have."""
+    names = [key for key, value in config.items() if type(value) in (int, float, bool)]
+    for name in (_pick(names, rng) for _ in range(int(rng.integers(1, 3)))):
+        config[name] = _pick((0, 1, -1, 3, config[name] * 2, config[name] // 2, 2**20, 2**31, 1e-30, 0.5, True), rng)
+    if rng.integers(4) == 0:
+        config["architectures"] = [
+            _pick(("MistralForCausalLM", "Qwen3ForCausalLM", "BertModel", "GPT2LMHeadModel", "Nonsense"), rng)
+        ]
+    if rng.integers(4) == 0:
+        config["model_type"] = _pick(("mistral", "qwen3", "gemma3", "bert", "nonsense", "gpt2"), rng)
+    return config
 
 
 @cache
@@ -683,7 +825,12 @@ def packed_case(rng: Random, folder: Path) -> Use:
     files = packed(_pick(_packed_kinds(), rng))
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    _damage_any(_pick(sorted(folder.iterdir()), rng), rng)
+    victim = _pick(sorted(folder.iterdir()), rng)
+    other = packed(_pick(_packed_kinds(), rng))
+    if rng.integers(5) == 0 and victim.name in other:  # one file of another format
+        victim.write_bytes(other[victim.name])
+    else:
+        _damage_any(victim, rng)
 
     def read() -> None:
         for weight in read_checkpoint(folder):
@@ -713,6 +860,7 @@ _PREPARATIONS: dict[str, Callable[[], Any]] = {
     "checkpoint": checkpoint,
     "plan": compressed,
     "language": language_model,
+    "packed": lambda: [packed(kind) for kind in _packed_kinds()],
     **fuzz_readers.PREPARATIONS,
 }
 
