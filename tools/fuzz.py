@@ -666,7 +666,7 @@ def _false_archive(rng: Random) -> bytes:
             text = repr(header).encode("utf-8", "replace") + b"\n"
             size = len(text) if rng.integers(5) else int(_pick((0, 1, 60000), rng))
             body = np.zeros(int(_pick((0, 16, 192, 5000), rng)), np.float32).tobytes()
-            name = _pick(("x.npy", "x", "y.npy", "", "../x.npy", "labels.npy"), rng)
+            name = _pick(("x.npy", "x", "y.npy", ".npy", "../x.npy", "labels.npy"), rng)
             archive.writestr(name, b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + text + body)
     return content.getvalue()
 

@@ -131,6 +131,8 @@ class Reported(Tabular):
             return ""
         if worst.low is None:
             return "a single sample judges, and others may be worse"
+        if self.quality.few:
+            return "calibration saw the samples that judge, and others may be worse"
         return f"the interval reaches below {self.poor_below:g} dB" if worst.low < self.poor_below else ""
 
     @property

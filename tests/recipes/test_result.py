@@ -146,6 +146,16 @@ def test_a_figure_of_a_single_sample_is_no_verdict(front_end):
 
 
 @both
+def test_a_figure_of_data_that_calibration_saw_is_no_verdict(front_end):
+    """A single batch of dependent rows leaves nothing to hold out."""
+    result = quantized(front_end, made(Plain), data(1, rows=4), effort="quick")
+    assert result.quality.few and result.quality.worst.low is not None
+    assert result.headline.startswith("UNCERTAIN, calibration saw the samples that judge, and others may be worse")
+    own = quantized(front_end, made(Plain), data(6, rows=4), recipe=["fold"])
+    assert own.quality.seen and not own.quality.few and not own.headline.startswith("UNCERTAIN")
+
+
+@both
 def test_batches_of_ones_own_rate_and_calibration_has_all_of_the_data(front_end):
     far = data(3, 4.0)
     result = quantized(front_end, made(Plain), data(10), held_out=far)
