@@ -346,8 +346,17 @@ def _wrong_with_node(node: ir.Node, schema: onnx.defs.OpSchema) -> str | None:
         return (
             f"it is {with_article(node.op_type)} of {count} inputs, and takes {schema.min_input} to {schema.max_input}"
         )
-    for value, formal in zip(node.inputs, schema.inputs, strict=False):
-        if value is None and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+    return _wrong_with_inputs(node, schema)
+
+
+def _wrong_with_inputs(node: ir.Node, schema: onnx.defs.OpSchema) -> str | None:
+    count = len(node.inputs)
+    scanned = node.attributes.get("num_scan_inputs")
+    if scanned is not None and scanned.type == ir.AttributeType.INT and not 0 < scanned.as_int() <= count:
+        return f"it scans {scanned.as_int()} inputs and has {count}"  # ONNX Runtime allocates as many
+    for i, value in enumerate(node.inputs):
+        formal = schema.inputs[min(i, len(schema.inputs) - 1)]
+        if value is None and formal.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
             return f"it is {with_article(node.op_type)} without its input {formal.name}"
     return None
 

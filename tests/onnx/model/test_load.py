@@ -791,3 +791,22 @@ def test_a_block_that_would_end_the_process_is_refused(size):
     x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 4, 2, 2]) for name in "xy")
     with pytest.raises(ModelError, match=f"node 'd': its blocksize is {size}"):
         load_model(helper.make_model(helper.make_graph([node], "g", [x], [y])))
+
+
+def test_a_sum_with_an_absent_input_is_refused():
+    """ONNX Runtime ends the process."""
+    n = Net()
+    n.input("x", (3, 4))
+    n.nodes.append(helper.make_node("Sum", ["x", ""], ["y"], name="s"))
+    with pytest.raises(ModelError, match="node 's': it is a Sum without its input data_0"):
+        load_model(n.model("y"))
+
+
+@pytest.mark.parametrize("count", [0, -1, 3, 1 << 31])
+def test_a_scan_of_inputs_that_it_does_not_have_is_refused(count):
+    """ONNX Runtime allocates as many, whatever the node has."""
+    model = flow.scan()
+    node = next(node for node in model.graph.node if node.op_type == "Scan")
+    next(a for a in node.attribute if a.name == "num_scan_inputs").i = count
+    with pytest.raises(ModelError, match=rf"it scans {count} inputs and has {len(node.input)}"):
+        load_model(model)
