@@ -66,8 +66,8 @@ since the outputs of the whole model would lose. Activations of 4 bits per token
 `transform` puts products by fitted matrices in front of down projections, `transform+` in front of queries, keys, values
 and gates too. `branch4` has low-rank branches of rank 4 beside the layers, whose bits (16 a number) are counted. Rows
 `float zero` have real zero points, `a4u` activations with zero points; vectors (`vq`) are rounded to nearest by k-means.
-Other tools: hqq 0.2.8 has groups of 43 in the down projections, whose 172 inputs 32 does not divide, and torchao groups of
-4 there.
+`w8a8 static` quantizes embedding and output layer too. Other tools: hqq 0.2.8 has groups of 43 in the down projections, whose 172
+inputs 32 does not divide, and torchao and NNCF groups of 4 there.
 
 Command: `make bench-llm`, row by row on cores that other work shared."""
 BUILD = Path(__file__).parent.parent / "build"
@@ -138,6 +138,7 @@ ROTATED = {
     "rotate, transform+, gptaq": ("rotate", "transform+", "gptaq"),
 }
 _PLAIN = {"nearest": (), "gptq": ("gptq",)}
+_STEPS = 50  # of AutoRound, here and in the tool of its authors
 _NOISE = 0.02  # of two perplexities that mean the same
 #: format -> percent above float of stories260k that was aimed at
 GOALS = {
@@ -164,7 +165,9 @@ def methods_for(model: str, format: str) -> dict[str, tuple[str, ...]]:
         return METHODS | BRANCHED
     if format == "int4":
         return METHODS | {"autoround": ("autoround",)}
-    return _PLAIN if " a8" in format or "hqq" in format or "w8a8" in format or " g" in format else METHODS
+    if format in ("int2", "int3 g64", "int4 g128"):
+        return _PLAIN | {"seq_mse, gptq": ("seq_mse", "gptq")}
+    return _PLAIN if " a8" in format or "hqq" in format or "w8a8" in format else METHODS
 
 
 #: of vectors of 2 and 64 entries of two bytes a layer, and a scale of 16 bits a row, for the 35 matrices
@@ -366,7 +369,9 @@ def quantized(subject: Subject, format: Any, methods: Sequence[str], batches: li
     sim.compute_encodings(batches if static else None, progress=False)
     for name in methods:
         if name != "awq" and not name.startswith(("rotate", "transform", "branch")):
-            options = {"rounds": 0, "match_float": False} if name == "k-means" else {}
+            options = {"k-means": {"rounds": 0, "match_float": False}, "autoround": {"iterations": _STEPS}}.get(
+                name, {}
+            )
             apply_reconstruction(sim, batches, "gptvq" if name == "k-means" else name, progress=False, **options)
     if _ranks(methods):
         correct_errors(sim, model, batches, progress=False)
@@ -430,12 +435,11 @@ def _hqq(model: nn.Module, bits: int) -> nn.Module:
 
 def _auto_round(_: nn.Module, bits: int) -> nn.Module:
     from auto_round import AutoRound
-    from transformers import PreTrainedTokenizerFast
 
     model = data.stories_of_transformers()
     rows = [row[None] for row in data.stories("calib")[:, :256]]
     made = AutoRound(
-        model, PreTrainedTokenizerFast, bits=bits, group_size=32, sym=False, iters=200, nsamples=32, seqlen=256,
+        model, _NoTokenizer(), bits=bits, group_size=32, sym=False, iters=_STEPS, nsamples=32, seqlen=256, batch_size=8,
         dataset=[{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], device_map="cpu",
         enable_torch_compile=False, amp=False,
     )  # fmt: skip
@@ -443,16 +447,36 @@ def _auto_round(_: nn.Module, bits: int) -> nn.Module:
     return Logits(found).eval()
 
 
+class _NoTokenizer:
+    """Stands for a tokenizer where the data are tokens."""
+
+
 def _nncf(model: nn.Module, bits: int) -> nn.Module:
     import nncf
 
     mode = {4: nncf.CompressWeightsMode.INT4_ASYM, 8: nncf.CompressWeightsMode.INT8_ASYM}[bits]
     example = data.stories("calib")[:1, :256]
+    four = nncf.AdvancedCompressionParameters(
+        group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST, min_adjusted_group_size=4
+    )
     found = nncf.compress_weights(
-        model, mode=mode, group_size=32, ratio=1.0, dataset=nncf.Dataset([example]),
+        model, mode=mode, group_size=32, ratio=1.0, dataset=nncf.Dataset([example]), all_layers=True, advanced_parameters=four,
         ignored_scope=nncf.IgnoredScope(patterns=[".*output.*", ".*embeddings.*"], validate=False),
     )  # fmt: skip
     return found  # type: ignore[no-any-return]
+
+
+def _modelopt(model: nn.Module, config: str, group: int | None = None) -> nn.Module:
+    import copy
+
+    import modelopt.torch.quantization as mtq
+
+    chosen = copy.deepcopy(getattr(mtq, config))
+    for row in chosen["quant_cfg"]:
+        if group and "block_sizes" in row.get("cfg", ()):
+            row["cfg"]["block_sizes"][-1] = group
+    batches = _calibration()
+    return mtq.quantize(model, chosen, lambda m: [m(batch) for batch in batches])  # type: ignore[no-any-return]
 
 
 #: tool, format -> the model with the weights, and the inputs, that the tool makes
@@ -464,6 +488,9 @@ PEERS: dict[tuple[str, str], Callable[[nn.Module], nn.Module]] = {
     ("hqq", "int3 hqq"): lambda model: _hqq(model, 3),
     ("auto-round", "int4"): lambda model: _auto_round(model, 4),
     ("nncf", "int4"): lambda model: _nncf(model, 4),
+    ("modelopt", "int4"): lambda model: _modelopt(model, "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 32),
+    ("modelopt", "nvfp4"): lambda model: _modelopt(model, "W4A16_NVFP4_CFG"),
+    ("modelopt", "w8a8 static"): lambda model: _modelopt(model, "INT8_DEFAULT_CFG"),
 }
 
 
