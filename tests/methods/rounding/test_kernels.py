@@ -810,3 +810,20 @@ def test_only_rows_that_are_others_are_replaced(kind: str, shape: tuple[int, ...
     assert float(replaced.float().mean()) > 0.9 and (middle is None or not replaced[middle])
     assert not are_pairs(real, exchanged) and not are_pairs(real, quantized[:1])
     assert _pairs_alone(real, quantized[:1], layer).shape[0] == 1
+
+
+def test_errors_of_few_rows_and_of_wide_layers_are_those_of_the_matrix_in_float64() -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 40, gptq._WIDE, generator=random, dtype=torch.float64)
+    x[..., 3] *= 50
+    delta, hessian = torch.randn(1, 3, gptq._WIDE, generator=random), x.transpose(1, 2) @ x
+    expected = ((delta.double() @ hessian) * delta.double()).sum(2)
+    for found in (quadratic_error(delta, hessian), quadratic_error(delta, FewRows(x))):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def test_the_factor_of_few_rows_is_made_once() -> None:
+    found = gptq.FactoredRows(FewRows(torch.randn(2, 8, 32, dtype=torch.float64)), Settings())
+    first, again = list(found.blocks(16)), list(found.blocks(16))
+    assert len(first) == 2 and all(a is b for (_, a), (_, b) in zip(first, again, strict=True))
