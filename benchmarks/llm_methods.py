@@ -332,6 +332,13 @@ def bits_per_weight(format: Any, group: int = 64) -> float:
     return spec.format.bits + (scale + zero) / size
 
 
+def _of_fours(tool: str, format: str, bits: float) -> float:
+    """Bits per weight of a tool that has groups of 4 in the down projections."""
+    if tool not in ("torchao", "nncf") or format not in ("int3", "int4"):
+        return bits
+    return bits + 64 * 172 / 45312 * (bits_per_weight(_grouped(int(format[-1]), 4)) - bits)
+
+
 def branch_bits(methods: Sequence[str]) -> float:
     """Bits of branches per weight of the 35 matrices, 16 bits a number."""
     sides = ((64, 64), (64, 32), (64, 32), (64, 64), (64, 172), (172, 64), (64, 172))
@@ -555,6 +562,7 @@ def measured(row: Row) -> Row:
     half = 1.96 * float(change.std()) / math.sqrt(len(change))
     above = 100 * (math.exp(float(change.mean())) - 1)
     bits = bits_per_weight(format) + branch_bits(methods) if row.format != "vq 3 bits" else _VECTOR_BITS
+    bits = _of_fours(row.tool, row.format, bits)
     return replace(
         row, bits=bits, perplexity=value, above=above, interval=100 * half, seconds=seconds, memory=beyond / 2**20
     )
