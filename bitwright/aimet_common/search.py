@@ -145,11 +145,7 @@ class AutoQuant:
         Raises:
             ConfigError: they are not parameters of AdaRound.
         """
-        names = {
-            "reg_param": "default_reg_param",
-            "beta_range": "default_beta_range",
-            "warm_start": "default_warm_start",
-        }
+        names = {name: f"default_{name}" for name in ("reg_param", "beta_range", "warm_start")}
         names["iterations"] = "default_num_iterations"
         if not all(hasattr(adaround_params, name) for name in names.values()):
             raise ConfigError(

@@ -58,10 +58,13 @@ def apply_seq_mse(
     Returns:
         Our report (AIMET returns nothing).
     """
-    excluded = nodes_to_exclude or ()
-    return front.apply_reconstruction(
-        sim, inputs, "seq_mse", num_candidates=num_candidates, exclude=excluded, **options
+    report = front.apply_reconstruction(
+        sim, inputs, "seq_mse", num_candidates=num_candidates, exclude=nodes_to_exclude or (), **options
     )
+    wide = (s for s in sim.quantizers.values() if s.role == "weight" and getattr(s.spec.format, "bits", 0) > 16)
+    for site in wide:  # nothing was searched: the largest candidate is the best
+        site.quantizer.frozen = site.quantizer.frozen or site.op not in (nodes_to_exclude or ())
+    return report
 
 
 @dataclass

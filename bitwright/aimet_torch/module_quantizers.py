@@ -51,7 +51,7 @@ from bitwright.aimet_torch.quantizers import (
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
 from bitwright.core.numerics.spec import QuantSpec
-from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.sites import Site, values_on_grids
 from bitwright.errors import ConfigError, EncodingsError, FormatError, GranularityError, ModelError, with_article
 from bitwright.torch.calls.inputs import NotOfModel, is_leaf, model_device, walk_modules
 from bitwright.torch.quantizers.float4_blocks import mxfp4_rounded, nvfp4_rounded
@@ -792,7 +792,9 @@ def _places(sim: Any, modules: Mapping[str, nn.Module]) -> _Places:
             by_op.setdefault(site.op, []).append(site)
     calls = [op for op in sim.graph.ops if not is_leaf(modules[_nearest(op.module, modules)])]
     between = _grouped(chain(*(by_op.get(op.name, ()) for op in calls)), lambda site: site.value)
-    made = {site.value: [site] for site in sim.quantizers.values() if site.role == "output"}
+    first = {id(site.quantizer): [site] for site in sim.quantizers.values() if site.role == "output"}
+    grids = values_on_grids(sim.quantizers, sim.plan.shared).items()
+    made = {value: first[key] for key, values in grids if key in first for value in values}
     wanted = {rule.op for rule in sim.rules.rules if rule.port == "input" and rule.quantized is True}
     return by_param, by_op, lambda value, types: (made if wanted & types else between).get(value, [])[:1]
 

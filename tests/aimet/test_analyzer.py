@@ -13,6 +13,7 @@ from torch import nn
 
 from bitwright import aimet_onnx, aimet_torch
 from bitwright.aimet_common.absent import DifferenceWarning
+from bitwright.aimet_common.defs import QuantizationDataType
 from bitwright.aimet_onnx import analysis
 from bitwright.aimet_onnx.layer_output_utils import LayerOutputUtil as OnnxOutputs
 from bitwright.aimet_onnx.quant_analyzer import QuantAnalyzer as OnnxAnalyzer
@@ -244,7 +245,8 @@ def test_supported_kernels_are_those_of_the_configuration(net, onnx_case):
     config = shipped_config("default")
     config["op_type"]["Conv"] = {**config["op_type"].get("Conv", {}), "supported_kernels": [kernel]}
     sim = aimet_torch.QuantizationSimModel(net, X, config_file=config)
-    assert sim.get_supported_kernels() == {"defaults": [], "Conv": [kernel]}
+    told = {port: {**width, "dtype": QuantizationDataType.int} for port, width in kernel.items()}
+    assert sim.get_supported_kernels() == {"defaults": [], "Conv": [told]}
     other = aimet_onnx.QuantizationSimModel(onnx_case[0], config_file=config)
     assert other.get_supported_kernels() == sim.get_supported_kernels()
 

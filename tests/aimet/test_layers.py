@@ -483,7 +483,7 @@ def test_inputs_that_a_configuration_asks_for_show_what_computes_them(asked: boo
             self.relu, self.matmul = nn.ReLU(), MatMul()
 
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return self.matmul(a, self.relu(b))
+            return self.matmul(a, self.relu(b).reshape(3, 2))
 
     op_type = {"MatMul": {"is_input_quantized": "True"}} if asked else {}
     empty = dict.fromkeys(("params", "model_input", "model_output"), {})
@@ -494,6 +494,39 @@ def test_inputs_that_a_configuration_asks_for_show_what_computes_them(asked: boo
     assert (seen is not None) == asked
     with remove_all_quantizers(sim.model.matmul):
         assert sim.model.relu.output_quantizers[0] is not None  # which is not of ``matmul``
+
+
+@pytest.mark.parametrize(("version", "bits"), [("V66", 8), ("V73", 16), ("default", 16)])
+def test_operands_of_products_are_fitted_behind_what_has_no_quantizer(version: str, bits: int):
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tanh, self.relu, self.matmul = nn.Tanh(), nn.ReLU(), MatMul()
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.matmul(self.tanh(a), self.relu(self.tanh(b)).reshape(3, 2))
+
+    ops = {"Relu": {"is_output_quantized": "False"}}
+    empty = dict.fromkeys(("params", "model_input", "model_output"), {})
+    defaults = {"ops": {"is_output_quantized": "True"}, "params": {}, "hw_version": version}
+    config = {"defaults": defaults, "op_type": ops, "supergroups": [], **empty}
+    x = (torch.randn(2, 3), torch.randn(3, 2))
+    sim = QuantizationSimModel(Product(), x, config_file=config, default_output_bw=16)
+    _, behind = (s for s in sim.quantizers.values() if s.op.startswith("tanh") and s.role == "output")
+    assert behind.spec.format.bits == bits and (behind.spec.symmetry == "symmetric") == (version != "default")
+
+
+@pytest.mark.parametrize("bits", [4, 31])
+def test_onnx_sequential_mse_freezes_weights_of_every_width(bits: int):
+    from bitwright.aimet_onnx.sequential_mse.seq_mse import SeqMseParams, SequentialMse
+
+    model = folded()
+    sim = OnnxSim(copy.deepcopy(model), default_param_bw=bits)
+    searched = SequentialMse(model, sim, SeqMseParams(num_batches=1, num_candidates=2), feeds())
+    searched.apply_seq_mse_algo()
+    assert searched.sim is sim
+    weights = [site.quantizer for site in sim.quantizers.values() if site.role == "weight"]
+    assert weights and all(quantizer.frozen for quantizer in weights)
 
 
 class Mapped(nn.Module):
@@ -821,9 +854,20 @@ def test_loaded_and_frozen_encodings_do_not_train():
     assert train and not any(name.startswith("2.output_quantizers") for name in train)
 
 
+class Between(nn.Module):
+    """A sum that no module reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.conv(x) + x) * x
+
+
 def test_ranges_inside_of_forwards_train_when_their_parameters_are_asked_for():
     x = batch()
-    sim = QuantizationSimModel(Residual().eval(), x)
+    sim = QuantizationSimModel(Between().eval(), x)
     sim.compute_encodings(lambda m: m(x))
     of_model = {id(p) for p in sim.model.parameters()}
     inside = {name: p for name, p in sim.named_quantizer_parameters() if id(p) not in of_model}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site, values_on_grids
 
@@ -15,19 +15,34 @@ def fit_products(sim: Any) -> None:
     """Give what products of two activations read the grids that AIMET's targets multiply.
 
     The second operand is symmetric: before V73 it has 8 bits; from V73 on one of 16 bits asks the first to have 16 bits as well.
+    An operand without a quantizer has that of what it is computed from, along first operands.
     """
     version = sim.rules.hw_version
     if version is None:
         return
-    first = {id(s.quantizer): s for s in sim.quantizers.values() if s.enabled and isinstance(s.spec.format, IntFormat)}
-    grids = values_on_grids(sim.quantizers, sim.plan.shared)
-    at = {value: first.get(key) for key, values in grids.items() for value in values}
+    at = _on_integers(sim)
     bits = 8 if version < 73 else 16
+    makers = {value: op for op in sim.graph.ops for value in op.outputs}
     for op in (op for op in sim.graph.ops if op.type == "MatMul"):
-        one, other = (at.get(name) for name in op.inputs[:2])
+        one, other = (_nearest(name, at, makers) for name in op.inputs[:2])
         if one and other and bits in (8, other.spec.format.bits):
             other.spec = replace(other.spec, format=replace(other.spec.format, bits=bits), symmetry="symmetric")
             one.spec = replace(one.spec, format=replace(one.spec.format, bits=max(bits, one.spec.format.bits)))
+
+
+def _on_integers(sim: Any) -> dict[str, Any]:
+    """Value -> the site of its grid of integers, if it is on."""
+    first = {id(s.quantizer): s for s in sim.quantizers.values() if s.enabled and isinstance(s.spec.format, IntFormat)}
+    grids = values_on_grids(sim.quantizers, sim.plan.shared)
+    return {value: first.get(key) for key, values in grids.items() for value in values}
+
+
+def _nearest(value: str | None, at: Mapping[str, Any], makers: Mapping[str, Op]) -> Any:
+    """The site of a value, or of the first one before it that has one."""
+    while value is not None and at.get(value) is None:
+        maker = makers.get(value)
+        value = None if maker is None else next((v for _, v in maker.sources()), None)
+    return None if value is None else at.get(value)
 
 
 #: operators whose output has the grid of what they read, as AIMET ties them: of one reader alone, or of all
