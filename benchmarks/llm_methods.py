@@ -67,7 +67,7 @@ since the outputs of the whole model would lose. Activations of 4 bits per token
 and gates too. `branch4` has low-rank branches of rank 4 beside the layers, whose bits (16 a number) are counted. Rows
 `float zero` have real zero points, `a4u` activations with zero points; vectors (`vq`) are rounded to nearest by k-means.
 `w8a8 static` quantizes embedding and output layer too. Other tools: hqq 0.2.8 has groups of 43 in the down projections, whose 172
-inputs 32 does not divide, and torchao and NNCF groups of 4 there.
+inputs 32 does not divide, torchao groups of 4 there, and ModelOpt no zero points.
 
 Command: `make bench-llm`, row by row on cores that other work shared."""
 BUILD = Path(__file__).parent.parent / "build"
@@ -332,8 +332,10 @@ def bits_per_weight(format: Any, group: int = 64) -> float:
     return spec.format.bits + (scale + zero) / size
 
 
-def _of_fours(tool: str, format: str, bits: float) -> float:
-    """Bits per weight of a tool that has groups of 4 in the down projections."""
+def bits_of_tool(tool: str, format: str, bits: float) -> float:
+    """Bits per weight of a tool that has no zero points, or groups of 4 in the down projections."""
+    if tool == "modelopt" and format == "int4":
+        return 4 + 16 / 32
     if tool not in ("torchao", "nncf") or format not in ("int3", "int4"):
         return bits
     return bits + 64 * 172 / 45312 * (bits_per_weight(_grouped(int(format[-1]), 4)) - bits)
@@ -562,7 +564,7 @@ def measured(row: Row) -> Row:
     half = 1.96 * float(change.std()) / math.sqrt(len(change))
     above = 100 * (math.exp(float(change.mean())) - 1)
     bits = bits_per_weight(format) + branch_bits(methods) if row.format != "vq 3 bits" else _VECTOR_BITS
-    bits = _of_fours(row.tool, row.format, bits)
+    bits = bits_of_tool(row.tool, row.format, bits)
     return replace(
         row, bits=bits, perplexity=value, above=above, interval=100 * half, seconds=seconds, memory=beyond / 2**20
     )
