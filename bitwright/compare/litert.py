@@ -187,15 +187,29 @@ class FlatFile:
             facts = json.loads(bytes(self.model.buffers[noted[METADATA]].data))
             self.facts: dict[str, Any] = facts
             self.sites = [self._site(found) for found in facts["sites"]]
+            self.graph = self.model.subgraphs[0]
+            names = {v: k for k, v in vars(known.BuiltinOperator).items() if not k.startswith("_")}
+            self.kinds = [names[code.builtinCode] for code in self.model.operatorCodes]
+            self._check_indices()
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
             problem = "it is not a LiteRT file with the notes of an export"
             raise ExportError(name, problem, _DAMAGED) from error
         except Exception as error:  # flatbuffers raises struct.error and classes of its own
             raise ExportError(name, f"it cannot be read as a LiteRT file: {error}", _DAMAGED) from error
-        self.graph = self.model.subgraphs[0]
-        names = {v: k for k, v in vars(known.BuiltinOperator).items() if not k.startswith("_")}
-        self.kinds = [names[code.builtinCode] for code in self.model.operatorCodes]
         self.makers = {int(out): i for i, op in enumerate(self.graph.operators) for out in op.outputs}
+
+    def _check_indices(self) -> None:
+        """Raise an IndexError where an operator, a tensor or the graph counts beyond what the file holds."""
+        graph, count = self.graph, len(self.graph.tensors)
+        operators = graph.operators
+        tensors = [i for op in operators for i in (*op.outputs, *(i for i in op.inputs if i != -1))]
+        inside = (
+            all(0 <= i < count for i in (*tensors, *graph.inputs, *graph.outputs))
+            and all(len(op.outputs) and 0 <= op.opcodeIndex < len(self.kinds) for op in operators)
+            and all(0 <= tensor.buffer < len(self.model.buffers) for tensor in graph.tensors)
+        )
+        if not inside:
+            raise IndexError
 
     def _site(self, found: Mapping[str, Any]) -> _Site:
         tensor = self.model.subgraphs[0].tensors[found["tensor"]]

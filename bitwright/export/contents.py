@@ -245,7 +245,7 @@ def _facts(node: onnx.NodeProto) -> tuple[str, str, str]:
         pairs = ((place, 0) if isinstance(place, str) else place for place in facts["places"])
         places = [(str(site), int(run)) for site, run in pairs]
         return places[0][0] if places else "", facts.get("role") or "", facts.get("format") or ""
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         from bitwright.export.qdq.forms import damaged_metadata
 
         raise damaged_metadata(node) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +133,7 @@ def with_facts(model: onnx.ModelProto, site: str, **changes: Any) -> onnx.ModelP
     "changes",
     [
         {"axis": "0"}, {"axis": True}, {"perm": 3}, {"perm": [0, 0]}, {"perm": [0, 1, 2, 3, 4, 5]}, {"format": None},
-        {"entry": []}, {"scale": 1},
+        {"entry": []}, {"scale": 1}, {"pooled": math.inf},
     ],
     ids=str,
 )  # fmt: skip

@@ -193,7 +193,7 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
         pairs = ((place, 0) if isinstance(place, str) else place for place in facts["places"])
         places = [[str(site), int(run)] for site, run in pairs]
         pooled = int(facts.get("pooled", 0))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise damaged_metadata(node) from error
     found = {**_USUAL, "scale": _own_scale(node), **_derived(node), **facts, "places": places, "pooled": pooled}
     if not _well_formed(found):

@@ -7,6 +7,7 @@ from math import floor
 from pathlib import Path
 from typing import Any
 
+import flatbuffers
 import numpy as np
 import onnx
 import pytest
@@ -118,6 +119,24 @@ def test_a_changed_weight_is_seen(folder: Path) -> None:
     options: dict[str, Any] = {"outputs": outputs, "runtime": "litert", "flat": bytes(content)}
     report = verify_layers(folder / "net.onnx", sites, inputs, **options)
     assert [row.site for row in report.rows if not row.ok] == ["8.output[0]"]
+
+
+@pytest.mark.parametrize("what", ["kind", "input", "output", "result of the graph", "buffer"])
+def test_a_file_that_counts_beyond_what_it_holds_is_refused(folder: Path, what: str) -> None:
+    file = FlatFile((folder / "net.tflite").read_bytes())
+    graph = file.graph
+    if what == "kind":
+        graph.operators[1].opcodeIndex = 99
+    elif what == "buffer":
+        graph.tensors[1].buffer = 9999
+    elif what == "result of the graph":
+        graph.outputs = [9999]
+    else:
+        setattr(graph.operators[1], f"{what}s", [9999])
+    builder = flatbuffers.Builder()
+    builder.Finish(file.model.Pack(builder), b"TFL3")
+    with pytest.raises(ExportError, match="the LiteRT file: it is not a LiteRT file with the notes of an export"):
+        FlatFile(bytes(builder.Output()))
 
 
 def test_the_batch_is_free(folder: Path, tmp_path: Path) -> None:
