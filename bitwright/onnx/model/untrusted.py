@@ -188,7 +188,15 @@ def graph_protos(
 
 
 def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
-    """``proto`` with inferred shapes, and the names of values with wrong stated shapes, which are dropped."""
+    """``proto`` with inferred shapes, and the names of values with wrong stated shapes, which are dropped.
+
+    Negative lengths, which some exporters write for unknown ones, are dropped too: onnx ends the process at a Slice of them.
+    """
+    for graph in _graphs(proto):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            for dim in value.type.tensor_type.shape.dim if value.type.tensor_type.HasField("shape") else ():
+                if dim.dim_value < 0:
+                    dim.ClearField("dim_value")
     try:
         return onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True), set()
     except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong

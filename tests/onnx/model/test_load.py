@@ -810,3 +810,13 @@ def test_a_scan_of_inputs_that_it_does_not_have_is_refused(count):
     next(a for a in node.attribute if a.name == "num_scan_inputs").i = count
     with pytest.raises(ModelError, match=rf"it scans {count} inputs and has {len(node.input)}"):
         load_model(model)
+
+
+def test_a_slice_along_an_axis_of_negative_length_does_not_end_the_process():
+    """Some exporters write -1 for a length that is not known."""
+    n = Net()
+    n.input("x", (1, -1))
+    ends = [n.const(np.array([value])) for value in (0, 2, 1, 1)]
+    model = n.model(n("Slice", "x", *ends))
+    feeds = {"x": np.arange(5, dtype=np.float32)[None]}
+    np.testing.assert_array_equal(run(load_model(model).model, feeds)[0], [[0, 1]])
