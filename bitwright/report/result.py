@@ -133,7 +133,10 @@ class Reported(Tabular):
             return "a single sample judges, and others may be worse"
         if self.quality.few:
             return "calibration saw the samples that judge, and others may be worse"
-        return f"the interval reaches below {self.poor_below:g} dB" if worst.low < self.poor_below else ""
+        if worst.low < self.poor_below:
+            return f"the interval reaches below {self.poor_below:g} dB"
+        few = worst.few and worst.another < self.poor_below
+        return f"{worst.units} samples judge, and another one may be below {self.poor_below:g} dB" if few else ""
 
     @property
     def _sizes(self) -> list[int]:

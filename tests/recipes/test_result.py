@@ -17,7 +17,7 @@ from torch import nn
 import bitwright
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
-from bitwright.core.simulation.output_quality import Gain, PartQuality, parts_of
+from bitwright.core.simulation.output_quality import Gain, PartQuality, parts_of, quality
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.recipes import attempt
 from bitwright.recipes.judge import Rating
@@ -143,6 +143,26 @@ def test_a_figure_of_a_single_sample_is_no_verdict(front_end):
     assert result.headline.startswith(
         "UNCERTAIN, a single sample judges, and others may be worse: more held-out samples"
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "spread", "said"),
+    [
+        (5, 0.1, ""),
+        (5, 1.2, "UNCERTAIN, 5 samples judge, and another one may be below 20 dB: more held-out samples would tell; "),
+        (40, 1.2, ""),
+    ],
+)
+def test_few_samples_that_differ_much_are_no_verdict(count, spread, said):
+    """Noise of 5 samples at 10 to the power of normal numbers: the mean is sure to be above 20 dB, another sample is not."""
+    noise = 10 ** (spread * np.linspace(-1, 1, count))
+    found = quality("output", [noise / noise.mean()], [np.full(count, 3e3)])
+    assert found.low > 20 and (found.few and found.another < 20) is bool(said)
+    result = quantized("torch", made(Plain), data(6))
+    judged = replace(result, quality=Rating((found,), "on these"))
+    assert judged.headline == f"{said}{judged.headline.removeprefix(said)}" and (
+        "UNCERTAIN" in judged.headline
+    ) is bool(said)
 
 
 @both

@@ -212,6 +212,9 @@ _T = (
 """Quantile 0.975 of Student's t with 1 to 30 degrees of freedom."""
 
 
+_FEW = 8  # batches: the samples of fewer are taken one by one
+
+
 @dataclass(frozen=True)
 class PartQuality:
     """Signal-to-noise ratio of a part of the outputs, over several batches.
@@ -237,6 +240,19 @@ class PartQuality:
         return f"{self.name} {self.figure}"
 
     @property
+    def few(self) -> bool:
+        """Whether so few samples were seen that another one may lie far from all of them."""
+        return self.units < _FEW
+
+    @property
+    def another(self) -> float | None:
+        """Lower end of the 95 % prediction interval of one more sample, in dB; ``None`` for fewer than two samples.
+
+        Its half width is that of the interval times ``sqrt(units + 1)`` (Hahn and Meeker 1991, Statistical Intervals, 4.7).
+        """
+        return None if self.low is None else self.sqnr - (self.sqnr - self.low) * math.sqrt(self.units + 1)
+
+    @property
     def figure(self) -> str:
         """The number with its interval: ``31.2 dB (95 % interval 29.8 to 32.6)``."""
         if math.isinf(self.sqnr):
@@ -244,9 +260,6 @@ class PartQuality:
         if self.low is None or self.high is None:
             return f"{self.sqnr:.1f} dB (one sample: no interval)"
         return f"{self.sqnr:.1f} dB (95 % interval {self.low:.1f} to {self.high:.1f})"
-
-
-_FEW = 8  # batches: the samples of fewer are taken one by one
 
 
 def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQuality | None:
