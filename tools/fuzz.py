@@ -309,13 +309,16 @@ def _false_shape(proto: Any, rng: Random) -> None:
 
 
 def _huge_result(proto: Any, rng: Random) -> None:
-    """A constant that computes a tensor of many elements, read by some node."""
+    """A constant that computes a tensor of many elements, read by some node.
+
+    One of 256 MiB, which a model that is right may hold twice; others that no memory holds.
+    """
     import onnx
 
     node = _pick([node for node in proto.graph.node if node.input], rng)
     if node is None:
         return
-    shape = _pick(((2**28,), (2**20, 2**12), (2**40,), (-5,), (0,)), rng)
+    shape = _pick(((2**26,), (2**20, 2**12), (2**40,), (-5,), (0,)), rng)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape, np.int64), "huge_shape"))
     operator = _pick((("ConstantOfShape", ["huge_shape"]), ("Expand", [node.input[0], "huge_shape"])), rng)
     made = onnx.helper.make_node(*operator, ["huge"], name="huge")
