@@ -159,7 +159,8 @@ def layer_inputs(
     why_not = _why_not(sim, only_with_attention, row)
     if why_not is not None:
         return LayerInputsReport(tuple(site.name for site in _narrow(sim)), (), why_not)
-    off, read = _between(sim, row), {id(site.quantizer) for site in _needed(sim)}
+    off = _between(sim, row)
+    read = set() if row is None else {id(site.quantizer) for site in _needed(sim)}
     for site in off:
         if row is not None and id(site.quantizer) in read:
             site.quantizer.release(f"{row.name} computes what reads it faster in float")

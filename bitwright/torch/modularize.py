@@ -145,8 +145,10 @@ def _layer(node: fx.Node, kind: type[nn.Module], function: Callable[..., Any] | 
     given = {name: value for name, value in given.items() if value is not None and name != "_stacklevel"}
     taken = given.pop("input", None)
     known = set(inspect.signature(kind).parameters)
-    if len(node.args) > len(names):
-        given |= {"dim": node.args[1]} if "dim" in known else {"": None}
+    if len(node.args) > len(names):  # of a method that takes a dimension
+        if "dim" not in known:
+            return None
+        given["dim"] = node.args[1]
     if taken is None or not given.keys() <= known or any(isinstance(value, fx.Node) for value in given.values()):
         return None
     node.args, node.kwargs = (taken,), {}
