@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -314,14 +315,15 @@ def _false_shape(proto: Any, rng: Random) -> None:
 def _huge_result(proto: Any, rng: Random) -> None:
     """A constant that computes a tensor of many elements, read by some node.
 
-    One of 256 MiB, which a model that is right may hold twice; others that no memory holds.
+    One of 256 MiB, which a model that is right may hold twice; others that take half of the memory and more.
     """
     import onnx
 
     node = _pick([node for node in proto.graph.node if node.input], rng)
     if node is None:
         return
-    shape = _pick(((2**26,), (2**20, 2**12), (2**40,), (-5,), (0,)), rng)
+    half = psutil.virtual_memory().total // 2**13  # rows of 4 KiB
+    shape = _pick(((2**26,), (half, 2**10), (2**40,), (-5,), (0,)), rng)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape, np.int64), "huge_shape"))
     operator = _pick((("ConstantOfShape", ["huge_shape"]), ("Expand", [node.input[0], "huge_shape"])), rng)
     made = onnx.helper.make_node(*operator, ["huge"], name="huge")

@@ -14,7 +14,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from bitwright import quantize
 from bitwright.analysis.analyze import analyze
+from bitwright.errors import ModelError
 from bitwright.export.files.onnx_file import let_go
 from bitwright.methods.rounding.apply import apply_reconstruction
 from bitwright.onnx import QuantizationSimModel, apply_bias_correction, fold_all_batch_norms, load_model, opened
@@ -241,6 +243,21 @@ def test_weights_that_fill_the_memory_stay_in_their_files(tmp_path, monkeypatch)
     (found,) = session.open_session(model, threads=1).run(None, DATA[0])
     assert asked == ["1"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_result_that_does_not_fit_into_the_memory_is_refused_by_its_node(monkeypatch):
+    n = Net(3)
+    filled = n("ConstantOfShape", n.const(np.int64([1 << 14, 1 << 10])), name="fill", out="filled")
+    x = n("MatMul", n("Mul", n.input("x", (1, 1)), filled), n.weights(1 << 10, 4))
+    model = n.model(n("ReduceMax", x, keepdims=0), opset=17)
+    size = 1 << 26
+    monkeypatch.setattr(session, "free_memory", lambda: 2 * size)
+    session.open_session(load_model(model).model, threads=1)
+    monkeypatch.setattr(session, "free_memory", lambda: 2 * size - 1)
+    message = r"\((ConstantOfShape|Mul)\): its result '.*' of shape \[16384, 1024\] takes 0\.1 GiB, a simulation holds it twice"
+    with pytest.raises(ModelError, match=message) as caught:
+        quantize(model, [{"x": np.ones((1, 1), np.float32)}], recipe=["fold"], progress=False)
+    assert "use a machine with more memory" in caught.value.remedy
 
 
 def test_a_model_without_batch_norms_is_not_run_to_fold_them(monkeypatch):
