@@ -189,6 +189,7 @@ def encoding_of(
     granularity: Granularity = PerTensor()
     scale = np.asarray(scale, np.float32)
     zero = np.zeros(scale.shape, np.int64) if zero is None else np.asarray(zero).astype(np.int64)
+    zero = zero.reshape(()) if zero.size == 1 else zero  # whatever its rank
     if block:
         granularity, scale, zero = _in_blocks(scale, zero, axis or 0, block)
     elif axis is None or scale.size == 1:

@@ -560,7 +560,12 @@ def test_what_cannot_be_read_is_refused(build):
 
 
 def _beside_a_matrix(
-    axis: int, scales: int | tuple[int, ...], *, block: int = 0, zeros: int | None = None, activation: bool = False
+    axis: int,
+    scales: int | tuple[int, ...],
+    *,
+    block: int = 0,
+    zeros: int | tuple[int, ...] | None = None,
+    activation: bool = False,
 ) -> onnx.ModelProto:
     """A product with a quantizer of its weight of shape 8 x 4, or of its input of shape 2 x 4."""
     n = Net()
@@ -594,6 +599,14 @@ def _beside_a_matrix(
 def test_scales_that_do_not_belong_to_their_tensor_are_refused(model, problem):
     with pytest.raises(ModelError, match=problem):
         QuantizationSimModel(model)
+
+
+@pytest.mark.parametrize("zeros", [1, (1, 1)])
+def test_one_zero_point_of_any_rank_holds_for_all_scales(zeros):
+    (calibrated,) = (
+        q for q in QuantizationSimModel(_beside_a_matrix(1, 4, zeros=zeros)).quantizers.values() if q.encoding
+    )
+    np.testing.assert_array_equal(calibrated.encoding.zero_point, np.zeros(4))
 
 
 def test_operators_on_integers_of_another_form_are_refused_by_name():
