@@ -105,6 +105,10 @@ def quantize_model(
             help="Memory for activations while calibrating; a quarter of the free memory by default.",
         ),
     ] = None,
+    work_dir: Annotated[
+        Path | None,
+        output_option(help="Folder of the layers that methods have finished; a later call goes on from there."),
+    ] = None,
     target: Target = "ort_cpu",
     file_format: Annotated[
         str | None, export_option("--format", help="onnx or tflite; tflite is short for --target litert.")
@@ -233,6 +237,7 @@ def quantize_model(
             lower_is_better=judged.lower_is_better,
             on_harm="undo" if undo_harm else "report",
             path=out,
+            work_dir=work_dir,
             filename_prefix=stem,
             weight_only=weight_only,  # type: ignore[arg-type]
             target=target,

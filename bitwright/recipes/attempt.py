@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from bitwright.core.graph.operators import op_row
@@ -18,6 +19,7 @@ from bitwright.core.simulation.calibration import fewer_samples, samples_in, sli
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
+from bitwright.export.files.atomic import FinishedLayers
 from bitwright.export.targets import find_target, rules_for
 from bitwright.methods.activations import between_layers, keep_histograms
 from bitwright.methods.attention import has_attention
@@ -41,6 +43,38 @@ _SHOWN = 3  # kinds of operators, or reasons, that an error names
 
 
 @dataclass
+class Work:
+    """Finished layers of the steps of a call, from which the same call goes on after it was ended.
+
+    Attributes:
+        folder: with one folder per step; ``None`` keeps nothing.
+        steps: how many have theirs.
+    """
+
+    folder: Path | None = None
+    steps: int = 0
+
+    def options(self, step: Step, known: Options) -> dict[str, Any]:
+        """The options of the next step, with its folder where it keeps finished layers.
+
+        A call with the same arguments has the same steps in the same order.
+        """
+        if self.folder is None or "cache_dir" not in known or "cache_dir" in step.options:
+            return dict(step.options)
+        self.steps += 1
+        return {**step.options, "cache_dir": self.folder / f"{self.steps:02d}-{step.name}"}
+
+    def clear(self) -> None:
+        """Remove what steps keep, and the folder where nothing else is in it."""
+        if self.folder is None or not self.folder.is_dir():
+            return
+        for path in self.folder.glob("[0-9][0-9]-*"):
+            FinishedLayers(path).clear()
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+@dataclass
 class Job:
     """Arguments and data of a call of :func:`bitwright.quantize`; shared by all its attempts.
 
@@ -48,6 +82,7 @@ class Job:
         given: the model.
         recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm: as for ``quantize``.
         providers, non_finite, allow_unreached, allow_float, progress: the same.
+        work: of finished layers.
         first, batches: the example input, and the calibration data.
         chosen: the part of it that calibration and methods see.
         judge: who rates simulations by the rest.
@@ -68,6 +103,7 @@ class Job:
     allow_unreached: bool
     allow_float: bool
     progress: bool
+    work: Work = field(default_factory=Work)
     first: Any = None
     batches: Iterable[Any] = ()
     chosen: Iterable[Any] = ()
@@ -373,16 +409,17 @@ class Attempt(Runner):
 
     def apply(self, step: Step) -> str:
         """Run the step; returns one line on what it did."""
-        function, bound, _ = self._function(step)
+        function, bound, known = self._function(step)
         parameters = inspect.signature(function).parameters
+        options = self.job.work.options(step, known)
         target = self.model if step.kind.phase == "float" else self.sim
         if next(iter(parameters)) == "view":
             opened = front_end_of(target).open_model(target, None, self.job.example, step.name, self.job.providers)
             checks = {"changed": opened.changed} if "changed" in parameters else {}
-            report = function(opened.view, **checks, **bound, **step.options)
+            report = function(opened.view, **checks, **bound, **options)
             opened.finish(report)
         else:
-            report = function(target, **bound, **step.options)
+            report = function(target, **bound, **options)
         self.changed = bool(getattr(report, "changed", True))
         self.details = report.details() if isinstance(report, Detailed) else None
         if target is self.model and self.changed:

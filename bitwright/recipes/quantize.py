@@ -30,7 +30,7 @@ from bitwright.methods.front_end import front_end_of
 from bitwright.methods.runtime_repairs import SaturationRepair, StemReport, check_repair, repair_saturation
 from bitwright.metrics.labels import inputs_and_labels, inputs_of
 from bitwright.metrics.metric import MetricRow, OutputMetric, named_of, row_of, scorer
-from bitwright.recipes.attempt import Attempt, Job
+from bitwright.recipes.attempt import Attempt, Job, Work
 from bitwright.recipes.default_recipe import RecipeLike
 from bitwright.recipes.judge import Rating
 from bitwright.recipes.recipe import OnHarm, RecipeReport, checked_metric, integer_bits, metric_of
@@ -103,6 +103,7 @@ def quantize(
     lower_is_better: bool = False,
     on_harm: OnHarm = "report",
     path: str | Path | None = None,
+    work_dir: str | Path | None = None,
     filename_prefix: str = "model",
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
@@ -150,6 +151,9 @@ def quantize(
         lower_is_better: for functions such as a perplexity.
         on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
+        work_dir: folder in which methods (``gptq`` and the others of :func:`apply_reconstruction`, ``awq``) keep each layer or
+            group that is finished. The same call goes on there after Ctrl-C or a kill, and removes it at the end; a call with
+            another model, other data, another recipe or seed starts anew, with a warning.
         filename_prefix: stem of the files.
         weight_only, target: as for :meth:`QuantizationSimModel.export`. Without a ``config_file`` the target also says what is
             simulated: first convolutions of large images that it computes faster in float stay so, ``result.stem``.
@@ -193,7 +197,7 @@ def quantize(
     check_half("rest", rest)
     edges_of(io, normalize)
     find_target(target)
-    _check(poor_below, path, filename_prefix)
+    _check(poor_below, path, work_dir, filename_prefix)
     generated, data = generated_of(model, data, providers, progress)
     data, held_out, measured_on, labels = _labelled(named_of(metric), data, held_out, labels, transform)
     score, lower_is_better = scorer(metric, lower_is_better, given, measured_on, labels)
@@ -201,7 +205,7 @@ def quantize(
     job = Job(
         given, recipe, effort, config_file, quant_scheme, target, score, lower_is_better, on_harm,
         providers=providers, non_finite=non_finite, allow_unreached=allow_unreached, allow_float=allow_float,
-        progress=progress,
+        progress=progress, work=Work(None if work_dir is None else Path(work_dir)),
     )  # fmt: skip
     steps = job.steps(preset)
     job.first, job.batches = first, batches = batches_of(data, again=job.reads_again(steps))
@@ -238,6 +242,7 @@ def quantize(
         sim.origin = origin
         exported = measured_if_short(exported, target) if measure_speed else exported
     measured = sim.benchmark(**form) if benchmark else None
+    job.work.clear()
     return Result(
         sim, done.folds, exported, metrics, done.report, measured, repaired, done.stem,
         done.rating, plain, poor_below, "; ".join(tried), () if recipe is None else done.report.idle,
@@ -264,9 +269,10 @@ def _input_of_pair(batch: Any) -> Any:
     return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
 
 
-def _check(poor_below: float, path: str | Path | None, filename_prefix: str) -> None:
-    if path is not None:
-        check_destination(path, filename_prefix)
+def _check(poor_below: float, path: str | Path | None, work_dir: str | Path | None, filename_prefix: str) -> None:
+    for folder in (path, work_dir):
+        if folder is not None:
+            check_destination(folder, filename_prefix)
     if not poor_below < math.inf:
         raise ConfigError("poor_below", f"{poor_below!r} is not a number of dB", "use 20, or -inf for never")
 

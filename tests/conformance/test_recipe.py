@@ -125,7 +125,7 @@ def test_options_are_checked_before_work(case):
             bitwright.quantize(case.model, case.batches, recipe=[{step: options}])
 
 
-def test_finished_layers_are_not_computed_again(case, tmp_path, monkeypatch):
+def test_finished_layers_are_not_computed_again(case, tmp_path, monkeypatch, caplog):
     from bitwright.methods.rounding import gptq
 
     original, calls = gptq.round_columns, []
@@ -136,13 +136,25 @@ def test_finished_layers_are_not_computed_again(case, tmp_path, monkeypatch):
             raise ValueError("a crash")
         return original(*args)
 
+    def quantized(batches, crash=False):
+        calls[:] = [] if crash else [1] * 3
+        found = bitwright.quantize(case.model, batches, "w4a8", recipe=recipe, work_dir=work)
+        return case.outputs(found), str(found.report), len(calls) - 3
+
     monkeypatch.setattr(gptq, "round_columns", kernel)
-    recipe = ["fold", {"gptq": {"cache_dir": str(tmp_path), "refit": 0}}]  # one rounding of each layer
+    recipe, work = ["fold", {"gptq": {"refit": 0}}], tmp_path / "work"  # one rounding of each layer
+    whole = quantized(case.batches)
+    assert whole[2] == 3 and not work.exists()
     with pytest.raises(ValueError, match="a crash"):
-        bitwright.quantize(case.model, case.batches, "w4a8", recipe=recipe)
-    calls[:] = [1] * 3
-    bitwright.quantize(case.model, case.batches, "w4a8", recipe=recipe)
-    assert len(calls) == 3 + 1
+        quantized(case.batches, crash=True)
+    again = quantized(case.batches)
+    assert np.array_equal(whole[0], again[0]) and whole[1] == again[1] and again[2] == 1
+    assert not work.exists()
+    with pytest.raises(ValueError, match="a crash"):
+        quantized(case.batches, crash=True)
+    assert "starting anew" not in caplog.text
+    assert quantized([2 * batch for batch in case.batches])[2] == 3
+    assert f"{work / '01-gptq'}: none of its 2 finished layers or blocks is of this model, these data" in caplog.text
 
 
 def test_a_weight_that_nodes_compute_is_given_back_too():

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
+import signal
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import pytest
 from bitwright import quantize
 from bitwright.analysis.analyze import analyze
 from bitwright.errors import ModelError
+from bitwright.export.files.atomic import FinishedLayers
 from bitwright.export.files.onnx_file import let_go
 from bitwright.methods.rounding.apply import apply_reconstruction
 from bitwright.onnx import QuantizationSimModel, apply_bias_correction, fold_all_batch_norms, load_model, opened
@@ -298,3 +303,51 @@ def test_weights_inside_a_large_file_take_no_memory_while_nobody_reads_them(tmp_
         while not isinstance(base, mmap.mmap):
             base = base.obj if isinstance(base, memoryview) else base.base
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def by_layers(folder: Path, out: str, monkeypatch: pytest.MonkeyPatch, *, kill: int = 0, factor: float = 1) -> int:
+    """Quantize a large file with external data layer by layer; the layers that were not taken from the work folder.
+
+    Args:
+        folder: of the file and the work folder.
+        out: name of the folder of the result.
+        kill: end the process when so many layers have been finished.
+        factor: of the data.
+    """
+    count, put = 0, FinishedLayers.put
+
+    def counted(self: FinishedLayers, key: str, arrays: Any) -> None:
+        nonlocal count
+        put(self, key, arrays)
+        count += 1
+        if count == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        shrink(patched)
+        patched.setattr(FinishedLayers, "put", counted)
+        data = [{"x": factor * feeds_for(stack(), seed, n=3)["x"]} for seed in range(3)]
+        recipe: list[Any] = [{"seq_mse": {"num_candidates": 3}}, {"gptq": {"refit": 0}}]
+        options = {"path": folder / out, "work_dir": folder / "work", "samples": False, "measure_speed": False}
+        quantize(folder / "m.onnx", data, "w4g32", recipe=recipe, progress=False, **options)
+    return count
+
+
+@pytest.mark.slow  # a process of its own is killed
+def test_a_killed_run_goes_on_and_writes_the_same_files(tmp_path, monkeypatch, caplog):
+    onnx.save(stack(), tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    assert by_layers(tmp_path, "whole", monkeypatch) == 12
+    call = "from tests.onnx.test_large import *; by_layers(Path(sys.argv[1]), 'again', pytest.MonkeyPatch(), kill=8)"
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", call, str(tmp_path)], cwd=root, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert not (tmp_path / "again").exists()
+    kept = {path.parent.name: path for path in (tmp_path / "work").glob("*/*")}
+    assert sorted(kept) == ["01-seq_mse", "02-gptq"]
+    damaged = kept["02-gptq"]
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    assert by_layers(tmp_path, "again", monkeypatch) == 12 - 8 + 1
+    assert f"{damaged}: it is damaged" in caplog.text and "starting anew" not in caplog.text
+    assert not (tmp_path / "work").exists()
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name

@@ -154,8 +154,22 @@ class Graph:
         readers = self.consumers(value)
         return readers[0][0] if len(readers) == 1 and not self.is_output(value) else None
 
+    def plain(self) -> list[tuple[Any, ...]]:
+        """The operators as numbers and texts, the same in every process: what the graph computes, without its tensors."""
+        return [
+            (op.name, op.type, op.inputs, op.outputs, op.also, [(k, v) for k, v in op.attrs.items() if _is_plain(v)])
+            for op in self.ops
+        ]
+
     def __len__(self) -> int:
         return len(self.ops)
 
     def __repr__(self) -> str:
         return f"Graph({len(self.ops)} ops, {len(self.values)} values, {len(self.inputs)} inputs, {len(self.outputs)} outputs)"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, or a tuple or list of them."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -514,6 +514,7 @@ class FinishedLayers:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._asked = False
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key[:32]}.safetensors"
@@ -525,6 +526,9 @@ class FinishedLayers:
             ExportError: the file is there and the operating system refuses it, or it is none: a device has no end.
         """
         path = self._path(key)
+        if not self._asked:  # the layers come in one order, so that the first is there if any is
+            self._asked = True
+            self._say(path.exists())
         if not path.exists():
             return None
         with open_regular(path, ExportError, read_error) as file:
@@ -533,6 +537,24 @@ class FinishedLayers:
         if problem is not None:
             logger.warning("%s: %s; its layers are computed anew", path, problem)
         return arrays
+
+    def _say(self, goes_on: bool) -> None:
+        """Say whether the work that is there is continued."""
+        count = sum(not path.name.startswith(".") for path in self.folder.glob("*.safetensors"))
+        if goes_on:
+            logger.info("%s: going on with %d finished layers or blocks", self.folder, count)
+        elif count:
+            logger.warning(
+                "%s: none of its %d finished layers or blocks is of this model, these data and these options; starting anew",
+                self.folder, count,
+            )  # fmt: skip
+
+    def clear(self) -> None:
+        """Remove the files, also what a process that was killed left of one, and the folder where nothing else is in it."""
+        for path in self.folder.glob("*.safetensors"):
+            path.unlink()
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
     def put(self, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Store ``arrays`` atomically.

@@ -38,6 +38,7 @@ from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError, close_matches
+from bitwright.export.files.manifest import Fingerprint
 from bitwright.methods.layers import holds_layer_weight, joined
 from bitwright.methods.rounding.matrices import RECURRENT, Grid, Layer, Moments, moments, rows_of_each
 from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step, Unit, apart, run, run_step
@@ -712,15 +713,15 @@ def apply(
     undos: list[Undo] = []
     try:
         walk = Walk(model, _enough(model, list(layers.values()), batches, rows_per_input), store)
-        key = hashlib.sha256(f"{name} {settings} {seed}".encode() + _fingerprint(walk))
+        key_of = _keys(walk, f"{name} {settings} {seed}") if cache is not NO_CACHE else None
         by_op: dict[str, list[Layer]] = {}
         for layer in layers.values():
             by_op.setdefault(layer.op, []).append(layer)
         reached = _reached(walk, units(walk, list(by_op)), by_op, skipped)
         for unit in _walked(walk, stretch(walk, reached), progress):
             mine = [layer for op in unit.layers for layer in by_op[op]]
-            key.update(b"".join(_weight_key(model, layer) for layer in mine))
-            rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed, undos)
+            key = "" if key_of is None else key_of(mine)
+            rows += _treat(walk, unit, mine, method, cache, key, seed, undos)
     except KeyboardInterrupt:
         logger.warning("%s interrupted after %d of %d layers; these stay in effect", name, len(rows), len(layers))
         raise
@@ -817,6 +818,7 @@ def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
         f"{index}.scale": np.asarray(choice.encoding.scale),
         f"{index}.zero_point": np.asarray(choice.encoding.zero_point, np.int64),
         f"{index}.errors": np.array([choice.before, choice.after]),
+        f"{index}.note": np.frombuffer(choice.note.encode(), np.uint8),
     }
 
 
@@ -866,8 +868,9 @@ def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model:
     encoding = replace(known, zero_point=kept[f"{index}.zero_point"], common=common, shift=shift, vectors=pair)
     encoding = with_stored_scale(encoding, kept[f"{index}.scale"])
     before, after = kept[f"{index}.errors"].tolist()
-    weight = kept.get(f"{index}.weight")
-    return Choice(layer.name, None if weight is None else torch.from_numpy(weight), encoding, before, after)
+    weight, note = kept.get(f"{index}.weight"), kept.get(f"{index}.note", np.empty(0, np.uint8))
+    chosen = None if weight is None else torch.from_numpy(weight)
+    return Choice(layer.name, chosen, encoding, before, after, note.tobytes().decode(errors="replace"))
 
 
 def _reached(
@@ -902,22 +905,26 @@ def stretch(walk: Walk, units: Sequence[Unit]) -> list[list[Unit]]:
     return [apart(graph, group) for group in groups]
 
 
-def _fingerprint(walk: Walk) -> bytes:
-    """Hash of the inputs of every batch."""
-    digest = hashlib.sha256()
-    for r in walk.runs:
-        for tensor in r.real.values():
-            digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-            digest.update(tensor.detach().double().cpu().numpy().tobytes())
-    return digest.digest()
+def _keys(walk: Walk, settings: str) -> Callable[[Sequence[Layer]], str]:
+    """A function that gives each unit, in their order, a key of everything that its result depends on.
 
+    That is the method with its settings, the data, the model (its operators and all tensors in them), every quantizer, and
+    which layers were treated before.
+    """
+    seen = Fingerprint()
+    seen.update((settings, walk.model.graph().plain()))
+    tensors = {id(tensor): tensor for program in walk.programs for _, tensor in sorted(program.constants.items())}
+    for tensor in (*tensors.values(), *(tensor for r in walk.runs for tensor in r.real.values())):
+        seen.update(tensor)
+    for name, site in walk.model.sites().items():
+        seen.update((name, site.enabled, site.spec, site.encoding))
+    digest = hashlib.sha256(str(seen).encode())
 
-def _weight_key(model: SimulatedModel, layer: Layer) -> bytes:
-    encoding = model.sites()[layer.site].encoding
-    weight = model.weight(layer.site).float().cpu().numpy()
-    assert encoding is not None, layer.site
-    grid = encoding.scale.tobytes() + encoding.zero.tobytes()
-    return f"{layer.name} {encoding.format.name}".encode() + grid + weight.tobytes()
+    def key_of(layers: Sequence[Layer]) -> str:
+        digest.update("".join(f"{layer.name}\0" for layer in layers).encode())
+        return digest.hexdigest()
+
+    return key_of
 
 
 def _warn(name: str, layers: Mapping[str, Layer], walk: Walk, skipped: Mapping[str, str]) -> None:

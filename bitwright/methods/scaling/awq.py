@@ -11,6 +11,7 @@ query heads. The search of weight ranges that the paper's code adds is :mod:`bit
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,11 @@ from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
 from bitwright.core.placement.config import make_rules
 from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rules
+from bitwright.core.simulation.calibration import samples_in
 from bitwright.core.simulation.float_model import FloatModel, SetParam, Undo
 from bitwright.errors import ConfigError, checks_arguments
+from bitwright.export.files.atomic import FinishedLayers
+from bitwright.export.files.manifest import Fingerprint
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
     Array,
@@ -303,6 +307,7 @@ def awq(
     alphas: int = 20,
     memory_budget: int = MEMORY_BUDGET,
     bar: Bar = no_bar,
+    finished: FinishedLayers | None = None,
 ) -> AwqReport:
     """Scale the channels between norms or linear layers and the linear layers after them, where that lowers the error.
 
@@ -316,6 +321,7 @@ def awq(
         alphas: steps of the grid.
         memory_budget: bytes that may be kept of what the layers read.
         bar: shows batches, groups and checks.
+        finished: keeps the scales of every group, from which an interrupted search goes on.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
@@ -334,11 +340,7 @@ def awq(
     groups, why_not = _searchable([*groups, *(_value_groups(layers) if check else ())], specs)
     if not groups:
         return AwqReport(refused=(*refused, *why_not))  # nothing to measure
-    seen, samples = _observed(view, layers, groups, batches, memory_budget, bar)
-    searched = [
-        Scaled(group, _search(view, layers, group, specs, seen, alphas))
-        for group in bar(groups, "searching scales")
-    ]  # fmt: skip
+    searched = _searched(view, layers, groups, specs, batches, alphas, memory_budget, bar, finished)
 
     def divide(some: Sequence[Scaled]) -> Undo:
         return view.edit(rescaling(view, [x.group for x in some], [x.found.scales for x in some])[0])
@@ -353,7 +355,52 @@ def awq(
     if judged is not None and judged[1] > judged[0]:
         logger.info("not scaled: the outputs of the model would lose, %.3g -> %.3g of their power", *judged)
         untouched, kept = [*untouched, *kept], []
+    samples = sum(map(samples_in, batches))
     return AwqReport(tuple(kept), tuple(untouched), tuple(refused), samples, judged, [divide(kept)])
+
+
+def _searched(
+    view: FloatModel, layers: Layers, groups: Sequence[Group], specs: Mapping[str, QuantSpec], batches: Sequence[Any],
+    alphas: int, memory_budget: int, bar: Bar, finished: FinishedLayers | None,
+) -> list[Scaled]:  # fmt: skip
+    """The scales of every group, those that are finished already taken from there."""
+    keys = (
+        [""] * len(groups) if finished is None else _keys(view, layers, groups, specs, batches, (alphas, memory_budget))
+    )
+    known = {i: found for i, key in enumerate(keys) if (found := _kept(finished, key)) is not None}
+    wanted = [group for i, group in enumerate(groups) if i not in known]
+    seen = _observed(view, layers, groups, wanted, batches, memory_budget, bar) if wanted else {}
+    for i, group in enumerate(bar(groups, "searching scales")):
+        if i not in known:
+            known[i] = found = _search(view, layers, group, specs, seen, alphas)
+            if finished is not None:
+                errors = np.array([found.alpha, found.before, found.after])
+                finished.put(keys[i], {"scales": found.scales, "alpha and errors": errors})
+    return [Scaled(group, known[i]) for i, group in enumerate(groups)]
+
+
+def _keys(
+    view: FloatModel, layers: Layers, groups: Sequence[Group], specs: Mapping[str, QuantSpec], batches: Sequence[Any],
+    settings: tuple[int, int],
+) -> list[str]:  # fmt: skip
+    """A key per group of everything that its scales depend on."""
+    seen = Fingerprint()
+    seen.update((settings, batches, dict(specs), layers.graph.plain()))
+    for value in layers.graph.values.values():
+        if value.kind == "param":
+            seen.update((value.name, view.param(value.param or value.name)))
+    return [
+        hashlib.sha256(f"awq {seen} {[layer.op for layer in group.layers]}".encode()).hexdigest() for group in groups
+    ]
+
+
+def _kept(finished: FinishedLayers | None, key: str) -> Found | None:
+    """The scales of a group that an earlier run found."""
+    arrays = None if finished is None else finished.get(key)
+    if arrays is None:
+        return None
+    alpha, before, after = arrays["alpha and errors"].tolist()
+    return Found(alpha, arrays["scales"], before, after)
 
 
 _JUDGED = 4  # batches that the judge runs
@@ -456,10 +503,10 @@ def _own_scales(layer: Layer, spec: QuantSpec) -> bool:
 
 
 def _observed(
-    view: FloatModel, layers: Layers, groups: Sequence[Group], batches: Sequence[Any], memory_budget: int,
-    bar: Bar,
-) -> tuple[dict[str, Inputs], int]:  # fmt: skip
-    """Collect the inputs of every layer of the groups, by value name, and the number of samples."""
+    view: FloatModel, layers: Layers, groups: Sequence[Group], wanted: Sequence[Group], batches: Sequence[Any],
+    memory_budget: int, bar: Bar,
+) -> dict[str, Inputs]:  # fmt: skip
+    """Collect the inputs of every layer of the groups ``wanted``, by value name; the room is divided among all groups."""
     widths = {_input(layers, layer): layer.axes.inputs for group in groups for layer, _ in group.consumers}
     row = 4 * sum(widths.values())
     room = memory_budget // max(1, row)
@@ -469,10 +516,11 @@ def _observed(
             f"{memory_budget} bytes hold {room} rows of what the layers read",
             f"give {_FEWEST_ROWS * row} bytes at least",
         )
-    seen = {value: Inputs(width, room, len(batches)) for value, width in widths.items()}
-    values = dict.fromkeys(seen, -1)
+    read = dict.fromkeys(_input(layers, layer) for group in wanted for layer, _ in group.consumers)
+    seen = {value: Inputs(widths[value], room, len(batches)) for value in read}
     shown = bar(batches, "measuring activations")
-    return seen, observe(view, values, shown, lambda value, rows: seen[value].add(rows), "awq")
+    observe(view, dict.fromkeys(seen, -1), shown, lambda value, rows: seen[value].add(rows), "awq")
+    return seen
 
 
 def _input(layers: Layers, layer: Layer) -> str:
@@ -523,6 +571,7 @@ def awq_model(
     quant_scheme: str | RangeMethod | None = None,
     alphas: int = 20,
     memory_budget: int = MEMORY_BUDGET,
+    cache_dir: str | Path | None = None,
     providers: Any = None,
     progress: bool = True,
 ) -> AwqReport:
@@ -540,6 +589,8 @@ def awq_model(
         config_file, quant_scheme: rules and range method of the simulation, as for :class:`QuantizationSimModel`.
         alphas: steps of the search from 0 to 1.
         memory_budget: bytes kept of what the layers read; 1 GiB by default.
+        cache_dir: folder that keeps the scales of every group: a call with the same model, data and options takes them from
+            there.
         providers: as for :func:`equalize_model`.
         progress: show a progress bar on a terminal.
 
@@ -561,6 +612,7 @@ def awq_model(
     report = awq(
         opened.view, batches, rules, opened.changed, alphas=alphas, memory_budget=memory_budget,
         bar=partial(progress_bar, enabled=progress),
+        finished=None if cache_dir is None else FinishedLayers(cache_dir),
     )  # fmt: skip
     opened.finish(report)
     return report

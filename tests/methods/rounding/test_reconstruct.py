@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -403,23 +400,16 @@ def test_no_finished_layer_is_computed_again(error, seen, tmp_path, monkeypatch)
         assert torch.equal(a, b)
 
 
-@pytest.mark.slow
-def test_a_killed_process_leaves_its_finished_layers(tmp_path, monkeypatch):
-    script = f"""
-import os
-from bitwright.methods.rounding import gptq
-from tests.methods.rounding.test_reconstruct import apply_reconstruction, data, simulated
-original, calls = gptq.round_columns, []
-def kernel(*args):
-    calls.append(1)
-    return original(*args) if len(calls) < 6 else os._exit(9)
-gptq.round_columns = kernel
-apply_reconstruction(simulated()[1], data(), "gptq", refit=0, cache_dir={str(tmp_path)!r})
-"""
-    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[3]).returncode == 9
-    counted = Counted(monkeypatch)
-    apply_reconstruction(simulated()[1], data(), "gptq", refit=0, cache_dir=tmp_path)
-    assert counted.calls == 2
+def test_layers_are_taken_only_where_all_that_they_depend_on_is_the_same(tmp_path):
+    """The tensors and quantizers that no layer is: what a bias adds or an activation rounds changes what later layers read."""
+    for change, files in (("nothing", 7), ("nothing", 7), ("a bias", 14), ("a quantizer", 21)):
+        _, sim = simulated()
+        if change == "a bias":
+            next(p for name, p in sim.model.named_parameters() if name.endswith("bias")).data[0] += 1
+        if change == "a quantizer":
+            next(s for s in sim.quantizers.values() if s.role in ("input", "output") and s.enabled).enabled = False
+        apply_reconstruction(sim, data(), "seq_mse", num_candidates=2, cache_dir=tmp_path)
+        assert len(list(tmp_path.iterdir())) == files, change
 
 
 def test_a_full_disk_leaves_what_is_done_in_the_cache(tmp_path, monkeypatch):

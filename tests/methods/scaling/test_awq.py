@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -318,3 +319,38 @@ def test_an_error_that_is_gone_counts_as_a_small_one():
     rows = tuple(Scaled(SimpleNamespace(), each) for each in found)
     assert AwqReport(scaled=rows).gain == pytest.approx(1e-6)
     assert AwqReport(scaled=(Scaled(SimpleNamespace(), Found(0.5, np.ones(2), 0.0, 0.0)),)).gain == 1.0
+
+
+def test_an_ended_search_goes_on(tmp_path, monkeypatch):
+    """Scales of a killed search are taken as they were found, and what only other groups read is not collected again."""
+    module, calls = sys.modules[awq.__module__], []
+    original, observed = module._search, module._observed
+
+    def search(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("a crash")
+        return original(*args)
+
+    def observe(view, layers, groups, wanted, *args):
+        collected.append((len(groups), len(wanted)))
+        return observed(view, layers, groups, wanted, *args)
+
+    def run(**options):
+        model = Decoder()
+        return awq_model(model, [tokens(8), tokens(8)], weight="w4", alphas=3, progress=False, **options), model
+
+    collected: list[tuple[int, int]] = []
+    whole, by_itself = run()
+    monkeypatch.setattr(module, "_search", search)
+    monkeypatch.setattr(module, "_observed", observe)
+    calls.clear()
+    with pytest.raises(ValueError, match="a crash"):
+        run(cache_dir=tmp_path)
+    report, model = run(cache_dir=tmp_path)
+    total = collected[0][0]
+    assert collected == [(total, total), (total, total - 1)] and len(calls) == 2 + total - 1
+    assert str(report) == str(whole)
+    assert all(map(torch.equal, model.parameters(), by_itself.parameters()))
+    run(cache_dir=tmp_path)
+    assert len(collected) == 2 and len(calls) == 2 + total - 1
