@@ -33,6 +33,7 @@ _REFITS = 3
 #: damping from which on few rows stand for their matrix; with less, rounding errors fill the inverse of one without full rank
 LEAST_DAMPING = 1e-3
 _KEPT = 1 << 27  # columns squared up to which rows of a factor, half of these numbers, are kept: 256 MiB
+_WIDENED = 1 << 22  # weights that are widened to float64 at once: 32 MiB
 _WIDE = 2048  # columns from which on errors are products in float32: two thirds of the time, 1e-7 of their value
 
 
@@ -374,7 +375,8 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 def quadratic_error(delta: Tensor, hessian: Hessian) -> Tensor:
     """``delta H delta^T`` of every row: ``[G, O, K]``, ``[G, K, K]`` -> ``[G, O]`` float64."""
     if isinstance(hessian, FewRows):
-        return (delta.double() @ hessian.x.transpose(1, 2)).square().sum(2)
+        inputs, rows = hessian.x.transpose(1, 2), max(1, _WIDENED // int(delta.shape[2]))
+        return torch.cat([(part.double() @ inputs).square().sum(2) for part in delta.split(rows, 1)], 1)
     if delta.shape[2] >= _WIDE:
         return ((delta @ hessian.float()) * delta).sum(2, dtype=torch.float64).clamp(min=0)
     wide = delta.double()
@@ -385,7 +387,6 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     """Choose the weights of a layer; nearest rounding stays where the layer had no input or gains nothing."""
     (layer,) = task.layers.values()
     w = task.weight(layer)
-    grid = task.grid(layer, w)
     few = settings.damping >= LEAST_DAMPING
     found = task.moments(layer, settings.rows_per_input, weight=w if settings.match_float else None, few=few)
     hessian, rows = found.own, found.rows
@@ -394,6 +395,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     seen = bool(hessian.any())
     target = least_squares(w, found, settings) if settings.match_float and seen else w
     if settings.sparsity > 0 or group_of_pattern(settings.pattern) is not None:
+        grid = task.grid(layer, w)
         if grid.free:
             raise ConfigError(
                 layer.name,
@@ -468,7 +470,7 @@ class Problem:
         encoding = self.task.encoding(self.layer)
         for turn in range(refit):
             moved, codes = refitted(grid, codes, self.target, self.hessian)
-            kept = Grid.of(grid_encoding(moved, encoding, self.layer), self.layer, codes.device)
+            kept = Grid.of(grid_encoding(moved, encoding, self.layer), self.layer, codes.device, index=grid.index)
             if moved is grid or not torch.equal(kept.scale.expand_as(moved.scale), moved.scale):
                 return  # rows share scales, or the format has no room for these
             grid = kept if grid.stores_offsets else moved
@@ -518,7 +520,7 @@ def least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
     if isinstance(hessian, FewRows):  # D X (X^T X + d I)^-1 = D (X X^T + d I)^-1 X
         inner = hessian.x @ hessian.x.transpose(1, 2)
         torch.diagonal(inner, dim1=1, dim2=2).add_(torch.where(share > 0, share, torch.ones_like(share)))
-        return (wide + torch.linalg.solve(inner, found.moved, left=False) @ hessian.x).float()
+        return wide.add_(torch.linalg.solve(inner, found.moved, left=False) @ hessian.x).float()
     damped = hessian.clone()
     torch.diagonal(damped, dim1=1, dim2=2).add_(torch.where(diagonal > 0, share, torch.ones_like(diagonal)))
     return (wide + torch.linalg.solve(damped, found.moved.transpose(1, 2)).transpose(1, 2)).float()

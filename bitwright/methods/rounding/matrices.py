@@ -269,7 +269,8 @@ class Grid:
 
     Attributes:
         scale: float32, input units per step.
-        lo, hi: ``qmin - zero_point`` and ``qmax - zero_point``: codes with real zero at 0; of a float format its ends.
+        lo, hi: ``qmin - zero_point`` and ``qmax - zero_point``: codes with real zero at 0; of a float format its ends. One number
+            where they are the same everywhere.
         own_rows: whether the scales of different rows may differ, so that they can be changed row by row.
         format: of the codes, where they are not the integers.
         scale_format: what scales are stored as.
@@ -328,8 +329,8 @@ class Grid:
         return found
 
     @staticmethod
-    def of(encoding: Encoding, layer: Layer, device: torch.device) -> Grid:
-        """The grid of an ``encoding`` of the layer's weight."""
+    def of(encoding: Encoding, layer: Layer, device: torch.device, *, index: Tensor | None = None) -> Grid:
+        """The grid of an ``encoding`` of the layer's weight; ``index`` of another grid of it is used again."""
         shape, granularity = layer.shape, encoding.granularity
         view = granularity.view_shape(shape)
 
@@ -341,14 +342,18 @@ class Grid:
         stored, common = encoding.scale_format, None
         if encoding.common is not None:
             common = spread(np.broadcast_to(encoding.common, encoding.scale.shape).copy())
-        index = spread(np.arange(encoding.scale.size).reshape(encoding.scale.shape))
+        if index is None:
+            index = spread(np.arange(encoding.scale.size).reshape(encoding.scale.shape))
         if isinstance(encoding.format, FloatFormat):
             hi = torch.full((1, 1, 1), encoding.format.max, device=device)
             return Grid(spread(encoding.scale), -hi, hi, own_rows, encoding.format, stored, common, index)
-        lo = (encoding.format.qmin - encoding.zero).astype("float32")
-        hi = spread((encoding.format.qmax - encoding.zero).astype("float32"))
         steps, free = 0 if encoding.symmetric else encoding.format.steps, encoding.shift is not None
-        return Grid(spread(encoding.scale), spread(lo), hi, own_rows, None, stored, common, index, steps, free)
+        ends = [(end - encoding.zero).astype("float32") for end in (encoding.format.qmin, encoding.format.qmax)]
+        if not steps and bool((ends[0] == ends[0].flat[0]).all()):
+            low, high = (torch.full((1, 1, 1), float(end.flat[0]), device=device) for end in ends)
+        else:
+            low, high = map(spread, ends)
+        return Grid(spread(encoding.scale), low, high, own_rows, None, stored, common, index, steps, free)
 
 
 def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:

@@ -47,10 +47,10 @@ def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor | FewRow
     groups = groups_of_columns(grid, codes.shape)
     if groups is None:
         return grid, codes
-    scale, lo, hi = (t.expand(codes.shape).clone() for t in (grid.scale, grid.lo, grid.hi))
-    moved = torch.zeros_like(codes)
+    scale, zeros = grid.scale.expand(codes.shape).clone(), _has_zero_points(grid)
+    moved = torch.zeros_like(codes) if zeros else None
     count = int(groups.max()) + 1
-    unknowns = count * (2 if _has_zero_points(grid) else 1)
+    unknowns = count * (2 if zeros else 1)
     firsts = torch.tensor([int((groups == g).nonzero()[0]) for g in range(count)], device=codes.device)
     members = [(groups == g).nonzero().flatten() for g in range(count)]
     size = max(1, _CHUNK // max(unknowns**2, int(codes.shape[2])))
@@ -60,16 +60,14 @@ def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor | FewRow
             return t.expand(codes.shape)[at][..., firsts].flatten(0, 1)
 
         common = None if grid.common is None else rows_of(grid.common)
-        rows = _Rows(replace(grid, scale=rows_of(scale), lo=rows_of(lo), hi=rows_of(hi), common=common))
+        rows = _Rows(replace(grid, scale=rows_of(scale), lo=rows_of(grid.lo), hi=rows_of(grid.hi), common=common))
         rows.solve(codes[at].double(), target[at].double(), hessian[at[0]], members)
         scale[at] = rows.scale[:, groups].reshape(codes[at].shape)
-        moved[at] = rows.zero[:, groups].float().reshape(codes[at].shape)
-    found = (
-        replace(grid, scale=scale, lo=lo - moved, hi=hi - moved)
-        if _has_zero_points(grid)
-        else replace(grid, scale=scale)
-    )
-    return found, codes - moved
+        if moved is not None:
+            moved[at] = rows.zero[:, groups].float().reshape(codes[at].shape)
+    if moved is None:
+        return replace(grid, scale=scale), codes
+    return replace(grid, scale=scale, lo=grid.lo - moved, hi=grid.hi - moved), codes - moved
 
 
 def _chunks(matrices: int, rows: int, size: int) -> Iterator[tuple[slice, slice]]:
