@@ -33,7 +33,15 @@ from bitwright.llm.files.gguf_blocks import (
     to_blocks,
     typed,
 )
-from bitwright.llm.files.gguf_models import Config, architecture_of, from_file, name_in_file, rope_factors, to_file
+from bitwright.llm.files.gguf_models import (
+    Config,
+    architecture_of,
+    from_file,
+    name_in_file,
+    rope_factors,
+    to_file,
+    with_defaults,
+)
 from bitwright.llm.files.gguf_tokenizer import tokenizer_keys
 from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan
 
@@ -79,8 +87,8 @@ def refuses(plan: WeightPlan) -> str:
 
 def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
     """Write ``model.gguf`` into ``folder``."""
-    config = dict(extras.config)
-    architecture = architecture_of(config)
+    architecture = architecture_of(extras.config)
+    config = with_defaults(extras.config)
     writer = Writer(folder / FILE)
     used: dict[str, int] = {}
     for weight in weights:
@@ -102,7 +110,7 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
         **typed({"general.file_type": _MOSTLY[mostly], "general.quantization_version": 2}),
         **typed(architecture.keys(architecture.name, config)),
         **tokenizer,
-        _CONFIG: Typed(json.dumps(config), STRING),
+        _CONFIG: Typed(json.dumps(dict(extras.config)), STRING),
     }
     writer.finish()
 
@@ -175,8 +183,8 @@ def _file(folder: Path) -> Path:
 
 def check(plans: Sequence[WeightPlan], extras: Extras) -> None:
     """Refuse architectures, parameters and tokenizers that GGUF cannot store, before any work."""
-    config = dict(extras.config)
-    architecture = architecture_of(config)
+    architecture = architecture_of(extras.config)
+    config = with_defaults(extras.config)
     for plan in plans:
         name_in_file(plan.name, architecture)
         if plan.layout is not None and architecture.norm_offset and plan.name.endswith("norm.weight"):

@@ -63,6 +63,25 @@ _GPT2 = {
 }
 
 
+def with_defaults(config: Config) -> Config:
+    """The configuration with the fields that it leaves to the defaults of its class in transformers.
+
+    Raises:
+        ExportError: transformers has no class for it, or refuses a field.
+    """
+    from transformers import AutoConfig
+
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        return {**AutoConfig.for_model(config["model_type"], **fields).to_dict(), **config}
+    except Exception as error:  # whatever a field makes of the constructor
+        raise ExportError(
+            "config.json",
+            f"transformers makes no configuration of it: {' '.join(str(error).split())}",
+            "copy it from the original model",
+        ) from error
+
+
 def _rope(config: Config) -> Config:
     """Rotary position settings, from a configuration of transformers 5 or older."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -29,6 +29,7 @@ _PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif",
 _NO_NUMPY = (ir.DataType.STRING, ir.DataType.BFLOAT16, ir.DataType.UNDEFINED)
 _NAMELESS = "arr_0"  # what np.savez calls the first array that it is given without a name
 _MOST_RANDOM = 1 << 28
+_MOST_PIXELS = 120_000_000  # of a picture, which holds four bytes for each while it is read
 _FREE_AXIS = 1  # length of an axis that the model leaves open, in random data
 
 
@@ -402,13 +403,16 @@ def _picture(path: Path, spec: InputSpec, pictures: Pictures) -> Array:
     height, width = _frame(spec, pictures)
     try:
         with Image.open(path) as file:
-            image = file.convert("L" if pictures.colours == "L" else "RGB").resize(
-                (width, height), Image.Resampling.BILINEAR
-            )
-            pixels = np.asarray(image, np.float32)
+            mode = "L" if pictures.colours == "L" else "RGB"
+            if file.width * file.height > _MOST_PIXELS:
+                raise ValueError(f"it has {file.width} x {file.height} pixels, and at most {_MOST_PIXELS:,} are read")
+            image = file if file.mode == mode else file.convert(mode)  # which copies
+            pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR), np.float32)
     except Exception as error:  # decoders of damaged pictures raise anything: OSError, SyntaxError, struct.error, ...
         raise CalibrationError(
-            str(path), f"it cannot be read as a picture: {error}", "remove it, or save the picture again"
+            str(path),
+            f"it cannot be read as a picture: {error}",
+            "remove it, or save the picture again, smaller if it is large",
         ) from error
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     pixels = pixels[..., ::-1] if pictures.colours == "BGR" else pixels

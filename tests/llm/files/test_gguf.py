@@ -221,7 +221,10 @@ def test_models_that_have_no_place_in_gguf_are_refused(tmp_path):
     config, weights = model.config.to_dict(), _floats(model)
     wrong = {
         "model_type 'mamba' is not written to GGUF.*llama, mistral": ({"model_type": "mamba"}, weights),
-        "positions of type 'yarn'": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, weights),
+        "positions of type 'yarn'": (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            weights,
+        ),
         "llama.cpp has no tensor for it": ({}, [FloatWeight("model.extra.weight", torch.zeros(2))]),
     }
     for message, (changes, held) in wrong.items():
@@ -237,6 +240,17 @@ def test_models_that_have_no_place_in_gguf_are_refused(tmp_path):
     with pytest.raises(ExportError, match="its model is Unigram, and only BPE"):
         write_checkpoint(tmp_path / "out", weights, config, to="gguf", tokenizer=files)
     assert not (tmp_path / "out").exists()
+
+
+def test_fields_that_a_configuration_leaves_out_are_those_of_its_class(tmp_path):
+    model = _model("llama")
+    config = {name: value for name, value in model.config.to_dict().items() if name != "max_position_embeddings"}
+    write_checkpoint(tmp_path / "out", _floats(model), config, to="gguf")
+    assert Reader(tmp_path / "out" / "model.gguf").keys["llama.context_length"] == LlamaConfig().max_position_embeddings
+    with pytest.raises(
+        ExportError, match="config.json: transformers makes no configuration of it.*copy it from the original"
+    ):
+        write_checkpoint(tmp_path / "no", _floats(model), {**config, "num_attention_heads": 5}, to="gguf")
 
 
 def test_damaged_files_are_named(tmp_path):

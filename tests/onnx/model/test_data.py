@@ -229,6 +229,15 @@ def test_damaged_pictures_are_named(tmp_path: Path) -> None:
         Pictures(mean=(1.0, 2.0))
 
 
+def test_pictures_of_more_pixels_than_memory_should_hold_are_refused_unread(tmp_path: Path) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    Image.new("1", (30_000, 5_000)).save(tmp_path / "a.png")
+    with pytest.raises(
+        CalibrationError, match=r"a\.png: .* 30000 x 5000 pixels, and at most 120,000,000 are read.*smaller"
+    ):
+        list(load_data(tmp_path, IMAGE))
+
+
 def test_scalars_beside_samples_are_given_whole(tmp_path: Path) -> None:
     specs = (*IMAGE, InputSpec("factor", "float32", ()))
     np.savez(tmp_path / "d.npz", image=X[:1], factor=np.float32(2))
