@@ -63,6 +63,7 @@ from bitwright.onnx.model.untrusted import (
     check_names,
     check_nodes,
     check_tensors,
+    check_windows,
     graph_protos,
     infer_past_wrong_shapes,
     read_proto,
@@ -546,8 +547,10 @@ def infer_shapes(model: ir.Model) -> set[str]:
     Values are found by name, which must be unique over all graphs. Large initializers stay where they are: inference
     sees them as inputs, so that models above 2 GB work. Returns the names of values whose shapes were stated wrongly.
     """
+    skeleton = _skeleton(model)
+    check_windows(skeleton)
     try:
-        inferred, wrong = infer_past_wrong_shapes(_skeleton(model))
+        inferred, wrong = infer_past_wrong_shapes(skeleton)
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:
         raise ModelError(
             model.graph.name or "model",

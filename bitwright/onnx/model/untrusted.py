@@ -22,6 +22,8 @@ from bitwright.errors import ModelError, with_article
 from bitwright.export.files.onnx_file import all_graphs, all_nodes
 
 _STANDARD = ("", "ai.onnx")
+_WINDOWS = {"Conv", "ConvInteger", "QLinearConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "DeformConv"}
+_UNKNOWN = "unknown"  # a domain whose operators shape inference passes over
 _MODEL_GRAPH = 7 << 3 | 2  # tag of a field in onnx.proto
 _VARINT, _COUNTED, _FIXED = (0, 2, {1: 8, 5: 4})  # kinds of fields, and the bytes of those that have always the same
 _LONGEST_HEAD = 20  # bytes of a tag and a number
@@ -202,6 +204,47 @@ def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, se
     except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong
         wrong = _drop_wrong_shapes(proto)
     return onnx.shape_inference.infer_shapes(proto, data_prop=True), wrong
+
+
+def check_windows(proto: onnx.ModelProto) -> None:
+    """Refuse windows that are larger than their inputs: onnx ends the process where a Slice reads the negative length of theirs.
+
+    Only in models that have both, and of inputs whose lengths are known without any Slice.
+
+    Raises:
+        ModelError: naming the node.
+    """
+    nodes = list(chain.from_iterable(graph.node for graph in _graphs(proto)))
+    windows = {node.output[0]: node for node in nodes if node.op_type in _WINDOWS and node.output}
+    slices = [node for node in nodes if node.op_type == "Slice" and node.domain in _STANDARD]
+    if not (windows and slices):
+        return
+    for info in _inferred_without(slices, proto):
+        lengths = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
+        if info.name in windows and min(lengths, default=0) < 0:
+            node = windows[info.name]
+            raise ModelError(
+                f"{node.name or info.name} ({node.op_type})",
+                f"its window is larger than its input: the result would have the shape {lengths}",
+                "check its weight or kernel_shape and the shape of the model's inputs",
+            )
+
+
+def _inferred_without(nodes: list[onnx.NodeProto], proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """What is known of the values if nothing is of the results of ``nodes``; nothing where stated shapes contradict it."""
+    domains = [node.domain for node in nodes]
+    unknown = proto.opset_import.add(domain=_UNKNOWN, version=1)
+    try:
+        for node in nodes:
+            node.domain = _UNKNOWN
+        found = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError):
+        return []
+    finally:
+        for node, domain in zip(nodes, domains, strict=True):
+            node.domain = domain
+        proto.opset_import.remove(unknown)
+    return [info for graph in _graphs(found) for info in (*graph.value_info, *graph.output)]
 
 
 def _drop_wrong_shapes(proto: onnx.ModelProto) -> set[str]:

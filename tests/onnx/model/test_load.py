@@ -812,6 +812,17 @@ def test_a_scan_of_inputs_that_it_does_not_have_is_refused(count):
         load_model(model)
 
 
+def test_a_window_larger_than_its_input_in_front_of_a_slice_does_not_end_the_process():
+    n = Net()
+    x = n("Relu", n("Conv", n.input("x", (1, 3, 6, 6)), n.weights(4, 3, 9, 9), name="conv"))
+    ends = [n.const(np.int64([number])) for number in (0, 3, 3)]
+    with pytest.raises(
+        ModelError, match=r"conv \(Conv\): its window is larger than its input: .* \[1, 4, -2, -2\]"
+    ) as caught:
+        load_model(n.model(n("Slice", x, *ends)))
+    assert "check its weight or kernel_shape" in caught.value.remedy
+
+
 def test_a_slice_along_an_axis_of_negative_length_does_not_end_the_process():
     """Some exporters write -1 for a length that is not known."""
     n = Net()
