@@ -460,6 +460,8 @@ def _nodes(model: ir.Model) -> Iterable[ir.Node]:
 def _order(model: ir.Model, site: str, notes: list[str]) -> None:
     """Sort nodes topologically; refuse values without a producer, and cycles."""
     place = {node: i for graph in all_graphs(model.graph) for i, node in enumerate(graph)}
+    for graph in all_graphs(model.graph):
+        _check_made(graph.outputs, f"graph {graph.name!r} returns", site)
     unsorted: dict[ir.Graph, None] = {}
     for node in _nodes(model):
         for maker in _makers(node, site):
@@ -481,17 +483,20 @@ def _order(model: ir.Model, site: str, notes: list[str]) -> None:
 
 def _makers(node: ir.Node, site: str) -> Iterator[ir.Node]:
     """The nodes that make what ``node`` reads."""
-    for value in node.inputs:
-        if value is None or value.is_graph_input() or value.is_initializer():
-            continue
-        maker = value.producer()
-        if maker is None:
+    _check_made(node.inputs, f"node {node.name!r} ({node.op_type}) reads", site)
+    makers = (value.producer() for value in node.inputs if value is not None)
+    yield from (maker for maker in makers if maker is not None)
+
+
+def _check_made(values: Iterable[ir.Value | None], reader: str, site: str) -> None:
+    """Refuse values that are no inputs, have no initializers and are made by no node."""
+    for value in values:
+        if value is not None and not (value.is_graph_input() or value.is_initializer() or value.producer()):
             raise ModelError(
                 site,
-                f"node {node.name!r} ({node.op_type}) reads {value.name!r}, which nothing makes",
+                f"{reader} {value.name!r}, which nothing makes",
                 "export the model again; a node or an initializer is missing",
             )
-        yield maker
 
 
 def _split_directions(model: ir.Model, notes: list[str]) -> None:

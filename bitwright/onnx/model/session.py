@@ -112,7 +112,7 @@ def _check_results(model: ir.Model) -> None:
     sizes = (
         (math.prod(shape.numpy()) * dtype.bitwidth // 8, value)
         for value, shape, dtype in known
-        if shape.is_static() and dtype != ir.DataType.STRING
+        if shape.is_static() and dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
     )
     size, value = max(sizes, key=itemgetter(0), default=(0, None))
     if value is None or size < _SURELY_FREE or 2 * size <= (free := free_memory()):

@@ -812,6 +812,24 @@ def test_a_scan_of_inputs_that_it_does_not_have_is_refused(count):
         load_model(model)
 
 
+def test_a_body_that_returns_what_nothing_makes_is_refused():
+    body = Net()
+    body("Add", body.input("state", (2,)), body.input("item", (2,)), out="sum")
+    n = Net()
+    last = n(
+        "Scan",
+        n.const(np.zeros(2)),
+        n.input("x", (3, 2)),
+        body=body.graph("sum", "gone"),
+        num_scan_inputs=1,
+        out=["a", "b"],
+    )
+    with pytest.raises(
+        ModelError, match=r"graph '.*' returns 'gone', which nothing makes\. Remedy: export the model again"
+    ):
+        load_model(n.model(last[0]))
+
+
 def test_a_window_larger_than_its_input_in_front_of_a_slice_does_not_end_the_process():
     n = Net()
     x = n("Relu", n("Conv", n.input("x", (1, 3, 6, 6)), n.weights(4, 3, 9, 9), name="conv"))
