@@ -23,6 +23,7 @@ from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.integer_sums import bias_entries
 from bitwright.errors import close_matches
 from bitwright.export.files.onnx_file import all_graphs, all_nodes
+from bitwright.export.files.results import check_results
 from bitwright.export.qdq.forms import Pair
 from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.stored import transpose_encoding
@@ -85,6 +86,7 @@ def _evaluate(
     model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]
 ) -> dict[ir.Value, ir.TensorProtocol]:
     """Evaluate pure operators on constants anywhere in the model, also in branches that never run."""
+    check_results(model)
     part = ir.Model(_part(model, wanted, known), ir_version=_IR_VERSION)
     session = new_session(ir.to_proto(part).SerializeToString(), session_options(optimized=False))
     return {value: ir.Tensor(array) for value, array in zip(wanted, session.run(None, {}), strict=True)}

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import onnx_ir as ir
-import psutil
 from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.atomic import no_room, temporary_room
-from bitwright.export.files.onnx_file import all_graphs, all_nodes, write_elements
+from bitwright.export.files.onnx_file import all_graphs, write_elements
+from bitwright.export.files.results import check_results, free_memory
 from bitwright.progress import collector_paused
 from bitwright.runtimes.onnxruntime import CPU, FLOAT_KERNELS, new_session, refusals, session_options
 
@@ -35,7 +32,6 @@ IN_MEMORY = 1 << 22
 _WEIGHTS_IN = "session.model_external_initializers_file_folder_path"
 _PAGE = 4096  # bytes; what lies at a multiple of it can be mapped into memory
 _UNKNOWN_OPERATOR = ("is not a registered function/op", "No opset registered for domain", "No Op registered for")
-_SURELY_FREE = 1 << 26  # bytes of a result for which memory is not asked
 _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
 
 
@@ -81,7 +77,7 @@ def open_session(
 
 def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
     """Open a model whose large weights lie in a file, which the session maps one by one."""
-    _check_results(model)
+    check_results(model)
 
     @collector_paused()
     def opened(folder: str | None) -> Any:
@@ -99,32 +95,6 @@ def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
         finally:
             for value, tensor in before.items():
                 value.const_value = tensor
-
-
-def _check_results(model: ir.Model) -> None:
-    """Refuse a result of known size that does not fit into the free memory twice, as a simulation holds it.
-
-    Raises:
-        ModelError: naming the node. A system that promises more memory than it has would end the process instead.
-    """
-    made = chain.from_iterable(node.outputs for node in all_nodes(model.graph))
-    known = ((value, value.shape, value.dtype) for value in made if value.shape is not None and value.dtype is not None)
-    sizes = (
-        (math.prod(shape.numpy()) * dtype.bitwidth // 8, value)
-        for value, shape, dtype in known
-        if shape.is_static() and dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
-    )
-    size, value = max(sizes, key=itemgetter(0), default=(0, None))
-    if value is None or size < _SURELY_FREE or 2 * size <= (free := free_memory()):
-        return
-    node = value.producer()
-    assert node is not None and value.shape is not None
-    raise ModelError(
-        f"{node.name or value.name} ({node.op_type})",
-        f"its result {value.name!r} of shape {list(value.shape.numpy())} takes {size / 2**30:.1f} GiB, a simulation holds it "
-        f"twice, and {free / 2**30:.1f} GiB of memory are free",
-        "check the constants that determine this shape, or use a machine with more memory",
-    )
 
 
 def save_optimized(model: ir.Model, path: Path) -> None:
@@ -251,22 +221,6 @@ def first_line(error: BaseException) -> str:
     return next(
         (line.strip() for line in str(error).splitlines() if line.strip()), f"{type(error).__name__}, without a message"
     )
-
-
-def free_memory() -> int:
-    """Bytes that this process may still allocate: free memory of the machine, limited by its control group."""
-    free = [psutil.virtual_memory().available]
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    if limit is not None and used is not None:
-        free.append(max(0, limit - used))
-    return min(free)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no control group, or no limit ("max")
-        return None
 
 
 def return_memory() -> None:
