@@ -77,6 +77,7 @@ CHOOSING = 0  # the draw that choices are made on
 RECIPE_AT = "w4a4"  # the bits that recipes are chosen at
 TRAINED = ("fixed", "learned", "distilled")
 LIVE = ("live", "re-estimated")
+LONGER_AT = "w4a8"  # the bits that the row of more steps is measured at
 NAMES = {
     "float": "float",
     "nearest": "nearest rounding",
@@ -84,6 +85,7 @@ NAMES = {
     "fixed": "trained, fixed ranges",
     "learned": "trained, learned ranges",
     "distilled": "trained, learned ranges, distilled without labels",
+    "longer": "the same, four times the steps",
     "live": "trained, learned ranges, live batch norms",
     "re-estimated": "the same, statistics re-estimated",
 }
@@ -132,6 +134,7 @@ class Subject:
         batch_norms: whether the rows with live batch norms exist.
         rates: to choose from.
         recipes: so many of ``RECIPES`` are chosen from.
+        longer: whether the row of distillation with four times the steps exists, at the rates of the other.
     """
 
     model: Callable[[], nn.Module]
@@ -145,6 +148,7 @@ class Subject:
     batch_norms: bool = False
     rates: tuple[float, ...] = RATES
     recipes: int = len(RECIPES)
+    longer: bool = False
 
 
 HELD_OUT = 1000  # pictures of 4000
@@ -303,6 +307,7 @@ SUBJECTS = {
         higher=True,
         batch_norms=True,
         rates=PICTURE_RATES,
+        longer=True,
     ),
     "stories260k": Subject(
         functools.partial(data.trained, "stories260k"),
@@ -313,6 +318,7 @@ SUBJECTS = {
         8,
         "perplexity",
         recipes=1,
+        longer=True,
     ),
 }
 
@@ -395,6 +401,8 @@ class Study:
         start = self.held_out("recipe", self.recipe())
         best = {way: self._best_rates(way) for way in TRAINED}
         chosen = {way: option if self.held_out(way, option) > start else KEPT_START for way, option in best.items()}
+        if self.subject.longer and self.preset == LONGER_AT:
+            chosen["longer"] = best["distilled"]
         return chosen | ({"live": best["learned"]} if self.subject.batch_norms else {})
 
     def _best_rates(self, way: str) -> int:
@@ -488,12 +496,12 @@ def train(sim: QuantizationSimModel, subject: Subject, way: str, draw: int, rate
     if way != "fixed":
         sim.learn_ranges()
         groups.append({"params": sim.range_parameters(), "lr": range_rate})
-    optimizer = torch.optim.Adam(groups, lr=rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, subject.steps)
+    optimizer, steps = torch.optim.Adam(groups, lr=rate), subject.steps * (4 if way == "longer" else 1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     guard = TrainingGuard(optimizer, sim=sim)
-    distillation = Distillation(sim, teacher=subject.model().eval()) if way == "distilled" else None
+    distillation = Distillation(sim, teacher=subject.model().eval()) if way in ("distilled", "longer") else None
     sim.model.train()
-    for x, y in subject.batches(draw, subject.steps, subject.batch):
+    for x, y in subject.batches(draw, steps, subject.batch):
         if distillation is not None:
             loss = distillation(x)[0]
         else:
@@ -533,7 +541,7 @@ def _session(path: Path) -> Callable[[Tensor], Tensor]:
 
 def compare_files(study: Study) -> None:
     """Add a line for each kept checkpoint that has none."""
-    for row in (*TRAINED, *LIVE):
+    for row in (*TRAINED, "longer", *LIVE):
         cell = study.cell(row, DRAWS[0], "file")
         if study.results.find(cell) is None:
             found = as_deployed(study, row)
