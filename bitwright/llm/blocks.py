@@ -24,7 +24,7 @@ from bitwright.core.graph.roles import UNREAD, Use, roles_of
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import parse_format, parse_scale_format
 from bitwright.core.numerics.serialize import granularity_from_json, granularity_to_json
-from bitwright.errors import ModelError
+from bitwright.errors import ConfigError, ModelError
 from bitwright.llm.checkpoint import Checkpoint, assign, materialize, release
 from bitwright.llm.packed import PackedWeight
 from bitwright.llm.roles import Part, Transformer, block_of, find_stack, require_stack
@@ -413,6 +413,11 @@ class Spill:
         folder.mkdir(parents=True, exist_ok=True)
         known = self._journal()
         if known.get("key") != key:
+            if known.get("done"):
+                logger.warning(
+                    "%s: its %d finished blocks are of another model, other data or other options; starting anew",
+                    folder, known["done"],
+                )  # fmt: skip
             for path in folder.glob("block-*"):
                 path.unlink()
             for path in folder.glob("states-*"):
@@ -469,10 +474,20 @@ class Spill:
             old.unlink()
 
     def get(self, index: int) -> Iterator[tuple[str, PackedWeight | Tensor]]:
-        """The weights of a finished block, one at a time."""
-        from safetensors import safe_open
+        """The weights of a finished block, one at a time.
 
-        with safe_open(self.folder / f"block-{index:04d}.safetensors", "pt") as file:
+        Raises:
+            ConfigError: its file is missing or damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / f"block-{index:04d}.safetensors"
+        try:
+            opened = safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            remedy = f"remove {self.folder}; the same call begins with the first block then"
+            raise ConfigError(str(path), f"a finished block cannot be read: {error}", remedy) from error
+        with opened as file:
             encodings = json.loads(file.metadata()["encodings"])
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 stem, _, field = name.partition(":")

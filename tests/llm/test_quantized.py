@@ -226,11 +226,26 @@ def test_a_process_that_was_killed_goes_on_at_a_block(
     assert again.after == whole.after
 
 
-def test_another_request_does_not_go_on_from_blocks_of_this_one(llama: Path, tmp_path: Path):
+def test_another_request_does_not_go_on_from_blocks_of_this_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     spill = blocks.Spill(tmp_path, "one")
     spill.put(0, {"weight": torch.ones(2)}, ["a note"])
     assert blocks.Spill(tmp_path, "one").done == 1 and blocks.Spill(tmp_path, "one").notes == [["a note"]]
+    assert not caplog.text
     assert blocks.Spill(tmp_path, "other").done == 0 and not list(tmp_path.glob("block-*"))
+    assert f"{tmp_path}: its 1 finished blocks are of another model, other data or other options" in caplog.text
+
+
+@pytest.mark.parametrize("size", [None, 5, 60], ids=["missing", "header", "values"])
+def test_a_damaged_block_is_named(size: int | None, tmp_path: Path):
+    spill = blocks.Spill(tmp_path, "one")
+    spill.put(0, {"weight": torch.ones(20)})
+    (path,) = tmp_path.glob("block-*")
+    content = path.read_bytes()
+    path.unlink()
+    if size is not None:
+        path.write_bytes(content[: size if size == 5 else -size])
+    with pytest.raises(ConfigError, match=r"block-0000.safetensors: a finished block cannot be read.*Remedy: remove "):
+        dict(spill.get(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
