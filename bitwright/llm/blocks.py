@@ -415,7 +415,7 @@ class Spill:
         if known.get("key") != key:
             if known.get("done"):
                 logger.warning(
-                    "%s: its %d finished blocks are of another model, other data or other options; starting anew",
+                    "%s: its finished blocks (%d) are of another model, other data or other options; starting anew",
                     folder, known["done"],
                 )  # fmt: skip
             for path in folder.glob("block-*"):
