@@ -177,6 +177,7 @@ def open_checkpoint(folder: str | os.PathLike[str], *, tokenizer: bool = True) -
     entries = {entry.name: entry for file in _shards(path) for entry in header(file)}
     _check_index(path, entries)
     _check_dtypes(path, entries)
+    _check_layers(path, config, entries)
     parameters = _match(path, empty_model(path, config), entries)
     opened = Checkpoint(path, config, entries, parameters)
     if tokenizer:
@@ -408,6 +409,17 @@ def _check_dtypes(folder: Path, entries: Mapping[str, Entry]) -> None:
             raise ModelError(
                 str(file), f"its matrices are of dtype {found}, those of the other shards of {usual[0][0]}",
                 "copy the shard from the original model once more",
+            )  # fmt: skip
+
+
+def _check_layers(folder: Path, config: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+    """Refuse more layers than there are tensors, before transformers makes each of them."""
+    for key in ("num_hidden_layers", "n_layer"):
+        count = config.get(key)
+        if isinstance(count, int) and count > len(entries):
+            raise ModelError(
+                str(folder / "config.json"), f"{key} is {count}, and the files hold {len(entries)} tensors",
+                "copy it from the original model",
             )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from bitwright.compare.verify import verify_folder
 from bitwright.export.artefacts import Exported
+from bitwright.export.qdq.compact import _first_free
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel as TorchSim
 
@@ -108,6 +109,10 @@ def test_a_file_is_not_larger_than_float(tmp_path: Path, name: str, form: str) -
 def _of_bodies(model: onnx.ModelProto) -> set[str]:
     bodies = (attribute.g for node in model.graph.node for attribute in node.attribute if attribute.HasField("g"))
     return {value for body in bodies for node in body.node for value in node.output}
+
+
+def test_short_names_pass_over_those_that_the_model_has_with_their_endings() -> None:
+    assert _first_free(iter(["qa", "qb"]), "_zero_point", {"qa_zero_point"}) == "qb_zero_point"
 
 
 def test_a_file_that_has_to_be_larger_says_so(tmp_path: Path) -> None:

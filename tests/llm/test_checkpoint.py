@@ -167,6 +167,11 @@ def _of_first(**changes: object) -> Callable[[dict[str, Any]], object]:
         pytest.param(
             lambda f: _edit_config(f, model_type=[]), r"model_type \[\] is not a language model", id="model-type"
         ),
+        pytest.param(
+            lambda f: _edit_config(f, num_hidden_layers=1 << 20),
+            "num_hidden_layers is 1048576, and the files hold",
+            id="layers",
+        ),
         pytest.param(lambda f: _edit_config(f, hidden_size="wide"), "no model can be made from it", id="config-values"),
     ],
 )

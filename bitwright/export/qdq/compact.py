@@ -129,7 +129,8 @@ def _rename(model: ir.Model, known: set[str], known_nodes: set[str]) -> dict[str
     """Shorten names of nodes and values that are not known; returns old name -> new name of values."""
     outputs = {value for graph in all_graphs(model.graph) for value in (*graph.inputs, *graph.outputs)}
     values, nodes = list(_values(model)), list(all_nodes(model.graph))
-    free = _free_names(known | known_nodes | {str(value.name) for value in values} | {str(node.name) for node in nodes})
+    taken = known | known_nodes | {str(value.name) for value in values} | {str(node.name) for node in nodes}
+    free = _free_names(taken)
     made: dict[str, str] = {}
     for node in nodes:
         if node.name not in known_nodes:
@@ -139,7 +140,7 @@ def _rename(model: ir.Model, known: set[str], known_nodes: set[str]) -> dict[str
         if (
             value.name and value.name not in known and value not in outputs and 0 not in ports
         ):  # 0: the integers of a weight
-            old, value.name = value.name, next(free) + _ending(value, ports)
+            old, value.name = value.name, _first_free(free, _ending(value, ports), taken)
             made[old] = value.name
     return made
 
@@ -147,6 +148,11 @@ def _rename(model: ir.Model, known: set[str], known_nodes: set[str]) -> dict[str
 def _ending(value: ir.Value, ports: list[int]) -> str:
     """Arrays of zero points look like weights of 8 bits, except for their name."""
     return "_zero_point" if 2 in ports and value.const_value is not None and value.const_value.size > 1 else ""
+
+
+def _first_free(free: Iterator[str], ending: str, taken: set[str]) -> str:
+    """The first name that is free with this ending, too."""
+    return next(name for name in (stem + ending for stem in free) if name not in taken)
 
 
 def _free_names(taken: set[str]) -> Iterator[str]:
