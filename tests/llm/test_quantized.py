@@ -232,7 +232,7 @@ def test_another_request_does_not_go_on_from_blocks_of_this_one(tmp_path: Path, 
     assert blocks.Spill(tmp_path, "one").done == 1 and blocks.Spill(tmp_path, "one").notes == [["a note"]]
     assert not caplog.text
     assert blocks.Spill(tmp_path, "other").done == 0 and not list(tmp_path.glob("block-*"))
-    assert f"{tmp_path}: its finished blocks \(1\) are of another model, other data or other options" in caplog.text
+    assert f"{tmp_path}: its finished blocks (1) are of another model, other data or other options" in caplog.text
 
 
 @pytest.mark.parametrize("size", [None, 5, 60], ids=["missing", "header", "values"])
