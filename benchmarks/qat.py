@@ -77,7 +77,7 @@ CHOOSING = 0  # the draw that choices are made on
 RECIPE_AT = "w4a4"  # the bits that recipes are chosen at
 TRAINED = ("fixed", "learned", "distilled")
 LIVE = ("live", "re-estimated")
-LONGER_AT = "w4a8"  # the bits that the row of more steps is measured at
+LONGER_AT = "w4a8"  # the precision at which the longer distillation is measured
 NAMES = {
     "float": "float",
     "nearest": "nearest rounding",
@@ -134,7 +134,7 @@ class Subject:
         batch_norms: whether the rows with live batch norms exist.
         rates: to choose from.
         recipes: so many of ``RECIPES`` are chosen from.
-        longer: whether the row of distillation with four times the steps exists, at the rates of the other.
+        longer: whether distillation is measured with four times the steps as well, at the same rates.
     """
 
     model: Callable[[], nn.Module]

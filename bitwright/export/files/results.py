@@ -1,4 +1,4 @@
-"""The memory that results of a model take, against what is free."""
+"""Compare the memory that the results of a model need with the free memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import psutil
 from bitwright.errors import ModelError
 from bitwright.export.files.onnx_file import all_nodes
 
-_SURELY_FREE = 1 << 26  # bytes of a result for which memory is not asked
+_SURELY_FREE = 1 << 26  # bytes up to which a result is assumed to fit
 
 
 def check_results(model: ir.Model) -> None:
-    """Refuse a result of known size that does not fit into the free memory twice, as a simulation holds it.
+    """Refuse a model with a result that does not fit into the free memory twice; a simulation holds it in float and quantized.
 
     Raises:
-        ModelError: naming the node. A system that promises more memory than it has would end the process instead.
+        ModelError: naming the node. Otherwise a system that overcommits memory would kill the process without a message.
     """
     made = chain.from_iterable(node.outputs for node in all_nodes(model.graph))
     known = ((value, value.shape, value.dtype) for value in made if value.shape is not None and value.dtype is not None)

@@ -151,7 +151,7 @@ def _ending(value: ir.Value, ports: list[int]) -> str:
 
 
 def _first_free(free: Iterator[str], ending: str, taken: set[str]) -> str:
-    """The first name that is free with this ending, too."""
+    """The first free name that does not collide with an existing one once ``ending`` is appended."""
     return next(name for name in (stem + ending for stem in free) if name not in taken)
 
 

@@ -64,7 +64,7 @@ _GPT2 = {
 
 
 def with_defaults(config: Config) -> Config:
-    """The configuration with the fields that it leaves to the defaults of its class in transformers.
+    """The configuration, with omitted fields set to the defaults of its class in transformers.
 
     Raises:
         ExportError: transformers has no class for it, or refuses a field.

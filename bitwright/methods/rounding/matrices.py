@@ -330,7 +330,7 @@ class Grid:
 
     @staticmethod
     def of(encoding: Encoding, layer: Layer, device: torch.device, *, index: Tensor | None = None) -> Grid:
-        """The grid of an ``encoding`` of the layer's weight; ``index`` of another grid of it is used again."""
+        """The grid of an ``encoding`` of the layer's weight; ``index`` is reused from another grid of the same weight."""
         shape, granularity = layer.shape, encoding.granularity
         view = granularity.view_shape(shape)
 

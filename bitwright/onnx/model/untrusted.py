@@ -23,7 +23,7 @@ from bitwright.export.files.onnx_file import all_graphs, all_nodes
 
 _STANDARD = ("", "ai.onnx")
 _WINDOWS = {"Conv", "ConvInteger", "QLinearConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "DeformConv"}
-_UNKNOWN = "unknown"  # a domain whose operators shape inference passes over
+_UNKNOWN = "unknown"  # a domain whose operators shape inference skips
 _MODEL_GRAPH = 7 << 3 | 2  # tag of a field in onnx.proto
 _VARINT, _COUNTED, _FIXED = (0, 2, {1: 8, 5: 4})  # kinds of fields, and the bytes of those that have always the same
 _LONGEST_HEAD = 20  # bytes of a tag and a number
@@ -207,9 +207,10 @@ def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, se
 
 
 def check_windows(proto: onnx.ModelProto) -> None:
-    """Refuse windows that are larger than their inputs: onnx ends the process where a Slice reads the negative length of theirs.
+    """Refuse convolutions and poolings whose window is larger than their input.
 
-    Only in models that have both, and of inputs whose lengths are known without any Slice.
+    onnx infers a negative length for their result, and aborts the process where a Slice reads it. Only models with both are
+    checked, and only windows whose input lengths can be inferred without the result of any Slice.
 
     Raises:
         ModelError: naming the node.
@@ -231,7 +232,7 @@ def check_windows(proto: onnx.ModelProto) -> None:
 
 
 def _inferred_without(nodes: list[onnx.NodeProto], proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    """What is known of the values if nothing is of the results of ``nodes``; nothing where stated shapes contradict it."""
+    """Types inferred while the results of ``nodes`` are unknown; an empty list where the stated shapes contradict the model."""
     domains = [node.domain for node in nodes]
     unknown = proto.opset_import.add(domain=_UNKNOWN, version=1)
     try:
