@@ -60,10 +60,10 @@ from bitwright.onnx.model.rewrites import (
 from bitwright.onnx.model.session import open_session, weights
 from bitwright.onnx.model.untrusted import (
     check_external_data,
+    check_lengths,
     check_names,
     check_nodes,
     check_tensors,
-    check_windows,
     graph_protos,
     infer_past_wrong_shapes,
     read_proto,
@@ -553,7 +553,7 @@ def infer_shapes(model: ir.Model) -> set[str]:
     sees them as inputs, so that models above 2 GB work. Returns the names of values whose shapes were stated wrongly.
     """
     skeleton = _skeleton(model)
-    check_windows(skeleton)
+    check_lengths(skeleton)
     try:
         inferred, wrong = infer_past_wrong_shapes(skeleton)
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:

@@ -22,7 +22,11 @@ from bitwright.errors import ModelError, with_article
 from bitwright.export.files.onnx_file import all_graphs, all_nodes
 
 _STANDARD = ("", "ai.onnx")
-_WINDOWS = {"Conv", "ConvInteger", "QLinearConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "DeformConv"}
+#: operators whose result onnx infers a negative length for where a window, pads or sizes do not fit the input
+_MAY_BE_NEGATIVE = {
+    "Conv", "ConvInteger", "QLinearConv", "ConvTranspose", "DeformConv", "MaxPool", "AveragePool", "LpPool", "MaxUnpool",
+    "Pad", "CenterCropPad", "Resize", "Upsample", "Split", "TopK", "Col2Im", "RoiAlign", "DFT", "STFT",
+}  # fmt: skip
 _UNKNOWN = "unknown"  # a domain whose operators shape inference skips
 _MODEL_GRAPH = 7 << 3 | 2  # tag of a field in onnx.proto
 _VARINT, _COUNTED, _FIXED = (0, 2, {1: 8, 5: 4})  # kinds of fields, and the bytes of those that have always the same
@@ -206,29 +210,112 @@ def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, se
     return onnx.shape_inference.infer_shapes(proto, data_prop=True), wrong
 
 
-def check_windows(proto: onnx.ModelProto) -> None:
-    """Refuse convolutions and poolings whose window is larger than their input.
+def check_lengths(proto: onnx.ModelProto) -> None:
+    """Refuse operators whose result would have an axis of negative length, in models that also have a Slice.
 
-    onnx infers a negative length for their result, and aborts the process where a Slice reads it. Only models with both are
-    checked, and only windows whose input lengths can be inferred without the result of any Slice.
+    onnx aborts the process where a Slice reads such a result. Shapes are therefore inferred several times: first with
+    every Slice unknown that reads the result of such an operator, then with those whose operators were checked.
 
     Raises:
         ModelError: naming the node.
     """
-    nodes = list(chain.from_iterable(graph.node for graph in _graphs(proto)))
-    windows = {node.output[0]: node for node in nodes if node.op_type in _WINDOWS and node.output}
-    slices = [node for node in nodes if node.op_type == "Slice" and node.domain in _STANDARD]
-    if not (windows and slices):
-        return
-    for info in _inferred_without(slices, proto):
-        lengths = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
-        if info.name in windows and min(lengths, default=0) < 0:
-            node = windows[info.name]
-            raise ModelError(
-                f"{node.name or info.name} ({node.op_type})",
-                f"its window is larger than its input: the result would have the shape {lengths}",
-                "check its weight or kernel_shape and the shape of the model's inputs",
-            )
+    suspects = _suspects(proto)
+    levels = _levels(proto.graph, set(suspects))
+    nodes = chain.from_iterable(graph.node for graph in _graphs(proto))
+    slices = [(node, levels[node.output[0]]) for node in nodes if _is_slice(node)]
+    for level in range(max((number for _, number in slices), default=0) // 2):
+        later = [node for node, number in slices if number // 2 > level]
+        for info in _inferred_without(later, proto):
+            if info.name in suspects and levels[info.name] // 2 == level:
+                _check_result(suspects[info.name], info)
+
+
+def _check_result(node: onnx.NodeProto, info: onnx.ValueInfoProto) -> None:
+    lengths = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
+    if min(lengths, default=0) < 0:
+        raise ModelError(
+            f"{node.name or info.name} ({node.op_type})",
+            f"its result would have the shape {lengths}: its window, pads or sizes do not fit its input",
+            "check its attributes and constants, and the shapes of the model's inputs",
+        )
+
+
+def _levels(graph: onnx.GraphProto, suspects: set[str]) -> dict[str, int]:
+    """A number for each value that a node makes, in ``graph`` and its bodies.
+
+    It is odd behind a result in ``suspects``, and the next even number behind a Slice of that.
+    """
+    levels: dict[str, int] = {}
+    for node, bodies, entering in _in_order(graph):
+        level = max((levels.get(name, 0) for name in node.input), default=0)
+        if entering:
+            levels |= {value.name: level for body in bodies for value in body.input}
+            continue
+        level = max((level, *(levels.get(value.name, 0) for body in bodies for value in body.output)))
+        if suspects & {*node.output}:
+            level |= 1
+        elif _is_slice(node):
+            level += level % 2
+        levels |= dict.fromkeys(node.output, level)
+    return levels
+
+
+def _in_order(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, list[onnx.GraphProto], bool]]:
+    """Every node of ``graph`` and its bodies, one with bodies (second) before them (third: true) and again behind them."""
+    stack = [(node, True) for node in reversed(graph.node)]
+    while stack:
+        node, entering = stack.pop()
+        bodies = _bodies(node)
+        yield node, bodies, entering and bool(bodies)
+        if entering and bodies:
+            stack.append((node, False))
+            stack.extend((inner, True) for body in bodies for inner in reversed(body.node))
+
+
+def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs) if graph.node]
+
+
+def _is_slice(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Slice" and node.domain in _STANDARD and bool(node.output)
+
+
+def _suspects(proto: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    """Results that may have a negative length, and the nodes that make them: not windows and pads that fit every input."""
+    graphs = _graphs(proto)
+    tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in proto.graph.input}
+    shapes |= {name: list(tensor.dims) for name, tensor in tensors.items()}
+    suspects: dict[str, onnx.NodeProto] = {}
+    for node in chain.from_iterable(graph.node for graph in graphs):
+        second = "".join(node.input[1:2])
+        if not _fits_any(node, tensors.get(second), shapes.get(second, [])):
+            suspects |= dict.fromkeys(node.output, node)
+    return suspects
+
+
+def _fits_any(node: onnx.NodeProto, second: onnx.TensorProto | None, shape: list[int]) -> bool:
+    """Whether ``node`` makes no negative length of any input, as its pads tell.
+
+    Args:
+        second: its second input, where that is a constant.
+        shape: of its second input; empty where it is unknown.
+    """
+    if node.op_type not in _MAY_BE_NEGATIVE or node.domain not in _STANDARD:
+        return True
+    lists = {a.name: list(a.ints) for a in node.attribute if a.ints}
+    if node.op_type == "Pad":
+        if second is not None and second.data_type == onnx.TensorProto.INT64:
+            lists["pads"] = onnx.numpy_helper.to_array(second).ravel().tolist()
+        return min(lists.get("pads", [-1]), default=0) >= 0
+    if node.op_type not in ("Conv", "MaxPool", "AveragePool", "LpPool"):
+        return False
+    window = lists.get("kernel_shape", shape[2:])
+    rank = len(window)
+    pads, steps = lists.get("pads", [0] * 2 * rank), lists.get("dilations", [1] * rank)
+    return 0 < rank == len(steps) == len(pads) // 2 and all(
+        steps[i] > 0 and 0 < window[i] <= 1 + (pads[i] + pads[rank + i]) // steps[i] for i in range(rank)
+    )
 
 
 def _inferred_without(nodes: list[onnx.NodeProto], proto: onnx.ModelProto) -> list[onnx.ValueInfoProto]:

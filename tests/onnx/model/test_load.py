@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -830,15 +831,37 @@ def test_a_body_that_returns_what_nothing_makes_is_refused():
         load_model(n.model(last[0]))
 
 
-def test_a_window_larger_than_its_input_in_front_of_a_slice_does_not_end_the_process():
+def _cut(n, x, end):
+    """The first ``end`` rows of ``x``."""
+    return n("Slice", x, *(n.const(np.int64([number])) for number in (0, end, 2)))
+
+
+@pytest.mark.parametrize("kind", ["window", "window behind a cut window", "pads", "window in a body"])
+def test_a_length_below_zero_in_front_of_a_slice_does_not_end_the_process(kind):
     n = Net()
-    x = n("Relu", n("Conv", n.input("x", (1, 3, 6, 6)), n.weights(4, 3, 9, 9), name="conv"))
-    ends = [n.const(np.int64([number])) for number in (0, 3, 3)]
-    with pytest.raises(
-        ModelError, match=r"conv \(Conv\): its window is larger than its input: .* \[1, 4, -2, -2\]"
-    ) as caught:
-        load_model(n.model(n("Slice", x, *ends)))
-    assert "check its weight or kernel_shape" in caught.value.remedy
+    x = n.input("x", (1, 3, 12, 12))
+    if kind == "window":
+        x, shape = n("Conv", x, n.weights(4, 3, 15, 15), name="wrong"), [1, 4, -2, -2]
+    elif kind == "pads":
+        pads = n.const(np.int64([0, 0, -9, 0, 0, 0, -9, 0]))
+        x, shape = n("Pad", x, pads, name="wrong"), [1, 3, -6, 12]
+    elif kind == "window behind a cut window":
+        x = _cut(n, n("MaxPool", x, kernel_shape=[2, 2]), 6)
+        x, shape = n("Conv", x, n.weights(4, 3, 9, 9), name="wrong"), [1, 4, -2, 3]
+    else:
+        bodies = []
+        for kernel in (15, 3):
+            body = Net()
+            cut = _cut(body, body("MaxPool", "x", kernel_shape=[kernel, kernel], name="wrong"), 3)
+            bodies.append(body.graph(cut))
+        x = n("If", n.const(np.bool_(True)), then_branch=bodies[0], else_branch=bodies[1])
+        shape = [1, 3, -2, -2]
+    problem = (
+        rf"wrong\w* \(.*\): its result would have the shape {re.escape(str(shape))}: its window, pads or sizes do not"
+    )
+    with pytest.raises(ModelError, match=problem) as caught:
+        load_model(n.model(_cut(n, n("Relu", x), 3)))
+    assert "check its attributes and constants" in caught.value.remedy
 
 
 def test_a_slice_along_an_axis_of_negative_length_does_not_end_the_process():
