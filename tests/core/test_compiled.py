@@ -17,12 +17,13 @@ from bitwright.core.compiled import counting, kernels
 from bitwright.core.compiled.loops import Loops, flat, loops
 from bitwright.core.graph import constant_channels
 from bitwright.core.numerics import range_search, statistics
-from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.affine import SMALLEST_REACH, fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PER_TENSOR, PerChannel
 from bitwright.core.numerics.ranges import RangeMethod, choose_range
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.torch.quantizers.fake_quantize import fake_quantize as quantize_tensor
 
 f32 = np.float32
 
@@ -229,6 +230,21 @@ def test_rows_with_scales_of_their_own() -> None:
         out = np.empty(x.size, np.float32)
         function(x.reshape(-1), out, scale, f32(fmt.qmin), f32(fmt.qmax))
         assert same_bits(out, fake_quantize(x, encoding).reshape(-1))
+
+
+@pytest.mark.parametrize("case", [*CASES, "negative", "empty range"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_range_chosen_at_run_time(case: str, bits: int) -> None:
+    x = {"negative": -np.abs(data("normal", 700)), "empty range": np.zeros(700, np.float32)}.get(case)
+    x = data(case, 700) if x is None else x
+    encoding = Encoding(IntFormat(bits, signed=False), f32(1), np.int32(0), dynamic=True)
+    expected = fake_quantize(x, encoding)
+    for function in versions("quantize_by_own_range"):
+        out = np.empty_like(x)
+        function(x, out, f32(2**bits - 1), f32(SMALLEST_REACH))
+        assert np.array_equal(out, expected, equal_nan=True)
+    found = quantize_tensor(torch.from_numpy(x).reshape(7, 100), encoding, None)
+    assert np.array_equal(found.numpy().reshape(-1), expected, equal_nan=True)
 
 
 def test_gradients_pass_where_they_may() -> None:

@@ -188,6 +188,31 @@ def quantize_rows(x: Floats, out: Floats, scale: Floats, lo: np.float32, hi: np.
             out[i] = code(x[i], s, lo, hi) * s + np.float32(0)
 
 
+def quantize_by_own_range(x: Floats, out: Floats, most: np.float32, least_scale: np.float32) -> None:
+    """Quantize-dequantize on the grid of DynamicQuantizeLinear: codes 0 to ``most``, scale and zero point by ``x`` itself.
+
+    Not a number in all places where one of ``x`` is.
+    """
+    zero, low, high, known = np.float32(0), np.float32(0), np.float32(0), True
+    for i in range(x.size):
+        v = x[i]
+        low = v if v < low else low
+        high = v if v > high else high
+        known &= v == v
+    if not known:
+        high = np.float32(np.nan)
+    scale = (high - low) / most
+    scale = least_scale if scale < least_scale else scale
+    point = np.rint(zero - low / scale)
+    point = zero if point < zero else point
+    point = most if point > most else point
+    for i in range(x.size):
+        number = np.rint(x[i] / scale) + point
+        number = zero if number < zero else number
+        number = most if number > most else number
+        out[i] = (number - point) * scale
+
+
 def pass_gradient(grad: Floats, passed: Bytes, out: Floats) -> None:
     """``out = grad`` where ``passed``, else zero."""
     for i in range(grad.size):

@@ -40,6 +40,7 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     kernels.clamp_quantize_marked: f"void({_F}, {_F}, {_B}, float32, float32, {_GRID}, float32, float32)",
     kernels.add_quantize_marked: f"void({_F}, {_F}, {_F}, {_B}, {_GRID}, float32, float32)",
     kernels.quantize_rows: f"void({_F}, {_F}, {_F}, float32, float32)",
+    kernels.quantize_by_own_range: f"void({_F}, {_F}, float32, float32)",
     kernels.pass_gradient: f"void({_F}, {_B}, {_F})",
     kernels.learned_gradient: f"void({_F}, {_F}, {_F}, {_D}, float32, float32, {_GRID}, float32, float32)",
     kernels.learned_rows_gradient: f"void({_F}, {_F}, {_F}, {_D}, {_F}, float32, float32)",

@@ -28,6 +28,7 @@ from bitwright.core.compiled.loops import Loops, flat, in_parts, loops
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
+from bitwright.core.numerics.granularity import PER_TENSOR
 
 
 def on_host(device: torch.device) -> bool:
@@ -465,7 +466,24 @@ def _slow(x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     if isinstance(encoding.format, FloatFormat) and not encoding.format.scaled:
         dtype = getattr(torch, encoding.format.name)
         return x.clamp(-encoding.format.max, encoding.format.max).to(dtype).to(x.dtype)
-    return affine.fake_quantize(x, encoding)
+    found = _by_own_range(x, encoding) if encoding.dynamic else None
+    return affine.fake_quantize(x, encoding) if found is None else found
+
+
+def _by_own_range(x: torch.Tensor, encoding: Encoding) -> torch.Tensor | None:
+    """Quantize with one range chosen at run time, in one call; ``None`` where no compiled loop applies."""
+    fmt = encoding.format
+    if not isinstance(fmt, IntFormat) or fmt.signed or encoding.scale_format.number is not None:
+        return None
+    if encoding.granularity != PER_TENSOR or torch.compiler.is_dynamo_compiling():
+        return None
+    ready = is_plain(x) and on_host(x.device) and x.dtype == torch.float32 and x.numel() > 0
+    source, compiled = (flat(x), loops()) if ready else (None, None)
+    if source is None or compiled is None:
+        return None
+    out, target = _room(x, source, None)
+    compiled.quantize_by_own_range(source, target, np.float32(fmt.qmax), np.float32(affine.SMALLEST_REACH))
+    return out
 
 
 def _without_fast_path(x: torch.Tensor, encoding: Encoding, grid: Grid | None, needs_grad: bool) -> torch.Tensor:
