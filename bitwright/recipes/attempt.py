@@ -176,12 +176,13 @@ class _Made:
     """A calibrated simulation of one state of the float model, with the records of :class:`Attempt`.
 
     Attributes:
+        rating: of a model that no step but folding has worked on; ``None`` of others.
         some_only: whether it is calibrated on :attr:`Job.for_trials` alone so far.
     """
 
     state: _State
     sim: Any
-    start: Rating | None
+    rating: Rating | None
     stem: StemReport
     reference: Any
     some_only: bool = False
@@ -199,9 +200,8 @@ class Attempt(Runner):
         metric: of the simulation, as far as it is known.
         folds: what the last folding did.
         stem: which first convolutions the last simulation leaves in float.
-        start: rating of the simulation before any step worked on it.
-        unchanged: the same of the simulation of the model that no step but folding has worked on; ``None`` where none was
-            rated.
+        unchanged: rating of the simulation of the model that no step but folding has worked on, before a step worked on the
+            simulation; ``None`` where none was rated.
     """
 
     def __init__(self, job: Job, preset: str | Preset) -> None:
@@ -217,12 +217,12 @@ class Attempt(Runner):
         self.changed = False
         self.report, self.rating = RecipeReport(()), Rating()
         self.folds, self.stem = FoldReport(), StemReport()
-        self.start: Rating | None = None
         self.unchanged: Rating | None = None
         self._state = _State()  # of the float model: another one after every change
         self._made: list[_Made] = []
         self._said: set[str] = set()
         self._some_only = False  # how the last simulation was calibrated
+        self._known: Rating | None = None  # of the simulation as it stands
         self.metric: float | None = None
 
     def run(self) -> Attempt:
@@ -235,7 +235,7 @@ class Attempt(Runner):
             on_harm=job.on_harm,
             lower_is_better=job.lower_is_better,
         )
-        self.metric, self.rating = self.report.metric, self.rated(self.sim)
+        self.metric, self.rating = self.report.metric, self.rate()
         return self
 
     def final_metric(self) -> float:
@@ -249,10 +249,12 @@ class Attempt(Runner):
         made, self._made = self._made_already(), []
         if made is None:
             self.sim = self._simulated(self.model)
+            self._known = None if self._state.altered else self.unchanged
         else:
-            self.sim, self.start, self.stem, self._float_model = made.sim, made.start, made.stem, made.reference
+            self.sim, self._known, self.stem, self._float_model = made.sim, made.rating, made.stem, made.reference
             if made.some_only:
                 self._calibrate_further()
+                self._known = None
 
     def _made_already(self) -> _Made | None:
         """The simulation of the current float model, if the judge already rated one."""
@@ -263,7 +265,8 @@ class Attempt(Runner):
         made = self._made_already()
         if made is None:
             sim = self._simulated(self.job.given.copied(self.model), trial=True)
-            made = _Made(self._state, sim, self.start, self.stem, self._float_model, self._some_only)
+            rating = None if self._state.altered else self.unchanged
+            made = _Made(self._state, sim, rating, self.stem, self._float_model, self._some_only)
             self._made = [*self._made[-1:], made]  # that of the model before the step that is judged, and after it
         return made
 
@@ -278,9 +281,8 @@ class Attempt(Runner):
         if not self._some_only:
             self.calibrate(sim)
         self.job.judge.look_at_layers(sim)
-        self.start = self.rated(sim)
         if not self._state.altered:
-            self.unchanged = self.start
+            self.unchanged = self.rated(sim)
         return sim
 
     def _left_in_float(self, sim: Any) -> tuple[str, ...]:
@@ -378,16 +380,26 @@ class Attempt(Runner):
         if sim is None:
             made = self._trial()
             sim, off = made.sim, frozenset(self._left_in_float(made.sim))
-            if made.start is not None and not off and not float_weights:
-                return made.start
+            if made.rating is not None and not off and not float_weights:
+                return made.rating
+        elif not float_weights and self._known is not None:
+            return self._known
         self.job.judge.look_at_layers(sim)
-        return self.rated(sim, lambda s: s.name in off or (float_weights and s.role == "weight"))
+        found = self.rated(sim, lambda s: s.name in off or (float_weights and s.role == "weight"))
+        if sim is self.sim and not float_weights:
+            self._known = found
+        return found
 
     def keep(self) -> Undo:
         """Remember the state; the function returned brings it back."""
         if self.sim is not None:
-            undo: Undo = self.sim.remember(parameters=True)
-            return undo
+            undo, known = self.sim.remember(parameters=True), self._known
+
+            def bring_back() -> None:
+                undo()
+                self._known = known
+
+            return bring_back
         saved, state = self.job.given.copied(self.model), self._state
 
         def restore() -> None:
@@ -421,6 +433,8 @@ class Attempt(Runner):
         else:
             report = function(target, **bound, **options)
         self.changed = bool(getattr(report, "changed", True))
+        if self.changed:
+            self._known = None
         self.details = report.details() if isinstance(report, Detailed) else None
         if target is self.model and self.changed:
             self._state = replace(self._state, altered=self._state.altered or step.name != "fold")
@@ -493,7 +507,8 @@ class Attempt(Runner):
         opened = front_end_of(work).open_model(work, None, job.example, "equalize", job.providers)
         if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
-        moments, options = {**before.moments, **own.moments}, {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
+        moments = {**before.moments, **own.moments}
+        options = {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
         data = (part for batch, _ in first_samples(job.chosen, samples) for part in job.parts(batch))
         return equalize_opened(opened, moments, job.progress, data=data, **options)
 

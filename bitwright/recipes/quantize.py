@@ -296,9 +296,7 @@ def _repaired(done: Attempt, batches: Iterable[Any], **form: Any) -> SaturationR
 
 def _never_worse_than_plain(done: Attempt, tried: list[str]) -> Rating:
     """Take the plain simulation where the judge rates it above the recipe's result; returns the rating of the one taken."""
-    beside = [o for o in done.report if o.kept and o.changed and not o.step.startswith("fold(")]
-    on_float = any(o.on_float for o in beside)
-    plain, sim = done.unchanged if on_float else done.start, None
+    plain, sim = done.unchanged, None
     if plain is None:
         sim = done.plain()
         plain = done.rated(sim)

@@ -126,3 +126,22 @@ def test_equalization_holds_values_of_few_samples_at_once_where_the_model_takes_
     measured = RUNS[1:] if rows is None else RUNS
     assert measured.count(size) >= (20 if rows is None else 10)
     assert rows is None or set(RUNS) <= {5, 20}  # it is asked once whether it takes five
+
+
+def test_a_state_is_rated_once_and_the_result_has_the_rating_of_its_state(monkeypatch):
+    """Of every rating, what is in float and the state of the simulation that decides it."""
+    seen = []
+    rated = attempt.Attempt.rated
+
+    def noted(self, sim, without=None):
+        off = tuple(site.name for site in sim.quantizers.values() if without is not None and without(site))
+        scales = tuple((site.enabled, str(site.encoding)) for site in sim.quantizers.values())
+        weights = tuple(float(p.detach().double().sum()) for p in sim.model.parameters())
+        seen.append((id(sim), off, scales, weights))
+        return rated(self, sim, without)
+
+    monkeypatch.setattr(attempt.Attempt, "rated", noted)
+    result = quantized(batches())
+    assert len(set(seen)) == len(seen) >= 5
+    last = next(o for o in reversed(result.report) if o.kept and o.sqnr is not None)
+    assert result.quality.sqnr == pytest.approx(last.sqnr[1])
