@@ -39,7 +39,7 @@ ROWS = {
     ),
     "calibration": ("recipes.attempt.Attempt.calibrate", "recipes.attempt.Attempt._calibrated_on_some"),
     "judge: float outputs": ("torch.opened.TorchGiven.outputs",),
-    "judge: simulations": ("recipes.judge.Judge.rate", "recipes.judge.Judge.sqnr"),
+    "judge: simulations": ("recipes.judge.Judge.rate",),
     "equalize: values": ("methods.scaling.equalize.measured_extremes", "methods.scaling.equalize.measured_moments"),
     "equalize: factors": ("methods.scaling.equalize._factors",),
     "equalize: rest": ("recipes.attempt.Attempt.equalize",),
