@@ -18,7 +18,7 @@ class BitwrightError(Exception):
     """Base of every error that a user can cause and correct.
 
     Args:
-        site: layer, tensor, file or argument the error is about.
+        site: layer, tensor, file or argument the error is about; an empty one, the path of the root module, is "the model".
         problem: what was found there, with the value seen.
         remedy: what to do about it.
 
@@ -27,7 +27,8 @@ class BitwrightError(Exception):
     """
 
     def __init__(self, site: str, problem: str, remedy: str) -> None:
-        self.site, self.problem, self.remedy = _shortened(site), _shortened(problem), _shortened(remedy)
+        parts = site if site.strip() else "the model", problem, remedy
+        self.site, self.problem, self.remedy = map(_shortened, parts)
         site, problem, remedy = self.site, self.problem, self.remedy
         super().__init__(f"{site}: {problem}. Remedy: {remedy}")
 

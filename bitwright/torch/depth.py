@@ -147,9 +147,7 @@ def _drop(model: nn.Module, step: Mapping[str, Any]) -> Undo:
     container = dict(walk_modules(model)).get(path)
     if not isinstance(container, (nn.ModuleList, nn.Sequential)) or not indices or max(indices) >= len(container):
         raise ConfigError(
-            path or "the model",
-            f"the plan takes out {indices}, and it has no such members",
-            "rebuild the original class",
+            path, f"the plan takes out {indices}, and it has no such members", "rebuild the original class"
         )
     before, length = dict(container._modules), len(container)
     kept = [child for i, child in enumerate(container._modules.values()) if i not in set(indices) and child is not None]

@@ -201,6 +201,7 @@ _LAYER = {"class": "Linear", "in": 16, "out": 2, "bias": False}
         ({"kind": "cut", "parameters": {"fc.weight": {"1": []}}, "attributes": {}}, "does not say what is kept"),
         ({"kind": "cut", "parameters": {}, "attributes": {"fc": 3}}, "does not say what is kept"),
         ({"kind": "chain", "module": "fc", "layers": ["x"]}, "fc: the plan does not say its layers"),
+        ({"kind": "chain", "module": "", "layers": ["x"]}, "^the model: the plan does not say its layers"),
         ({"kind": "chain", "module": "fc", "layers": [{**_LAYER, "class": "Upsample"}]}, "no layer can be made.*Upsample"),
         ({"kind": "chain", "module": "fc", "layers": [{**_LAYER, "out": 1 << 40}]}, "many more than the module has"),
     ],
