@@ -241,8 +241,8 @@ class Judge:
         """Rate every part of ``outputs``, with confidence intervals."""
         sums = self._sums(outputs)
         found = (quality(self.parts[i].name, n, s) for i, (n, s) in sums.items())
-        few = self.seen and not self.whence
-        return Rating(tuple(part for part in found if part is not None), self.where, self.seen, few)
+        too_few = self.seen and not self.whence
+        return Rating(tuple(part for part in found if part is not None), self.where, self.seen, too_few)
 
     def _sums(self, outputs: Outputs) -> dict[int, tuple[list[Array], list[Array]]]:
         """Part -> noise and signal per sample, of each batch in which float and quantized shapes agree."""
@@ -282,13 +282,13 @@ class Rating:
         parts: every output, and slices of unlike scales inside one.
         where: one phrase: on what they are compared.
         seen: whether calibration saw these data too.
-        few: whether it did because the data are too few to hold any out.
+        too_few: whether it did because the data are too few to hold any out.
     """
 
     parts: tuple[PartQuality, ...] = ()
     where: str = ""
     seen: bool = False
-    few: bool = False
+    too_few: bool = False
 
     @property
     def worst(self) -> PartQuality | None:

@@ -131,7 +131,7 @@ class Reported(Tabular):
             return ""
         if worst.low is None:
             return "a single sample judges, and others may be worse"
-        if self.quality.few:
+        if self.quality.too_few:
             return "calibration saw the samples that judge, and others may be worse"
         if worst.low < self.poor_below:
             return f"the interval reaches below {self.poor_below:g} dB"

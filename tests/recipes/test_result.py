@@ -169,10 +169,10 @@ def test_few_samples_that_differ_much_are_no_verdict(count, spread, said):
 def test_a_figure_of_data_that_calibration_saw_is_no_verdict(front_end):
     """A single batch of dependent rows leaves nothing to hold out."""
     result = quantized(front_end, made(Plain), data(1, rows=4), effort="quick")
-    assert result.quality.few and result.quality.worst.low is not None
+    assert result.quality.too_few and result.quality.worst.low is not None
     assert result.headline.startswith("UNCERTAIN, calibration saw the samples that judge, and others may be worse")
     own = quantized(front_end, made(Plain), data(6, rows=4), recipe=["fold"])
-    assert own.quality.seen and not own.quality.few and not own.headline.startswith("UNCERTAIN")
+    assert own.quality.seen and not own.quality.too_few and not own.headline.startswith("UNCERTAIN")
 
 
 @both
