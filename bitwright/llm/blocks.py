@@ -25,6 +25,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import parse_format, parse_scale_format
 from bitwright.core.numerics.serialize import granularity_from_json, granularity_to_json
 from bitwright.errors import ConfigError, ModelError
+from bitwright.export.files.manifest import hash_file
 from bitwright.llm.checkpoint import Checkpoint, assign, materialize, release
 from bitwright.llm.packed import PackedWeight
 from bitwright.llm.roles import Part, Transformer, block_of, find_stack, require_stack
@@ -468,8 +469,10 @@ class Spill:
             encodings[name] = _described(weight.encoding)
         part, path = self.folder / "block.part", self.folder / f"block-{index:04d}.safetensors"
         save_file(arrays, part, {"encodings": json.dumps(encodings)})
+        digests = [*self._journal().get("sha256", [])[:index], hash_file(part)]
         os.replace(part, path)
-        self._write({"key": self.key, "done": index + 1, "notes": [*self.notes[:index], note]})
+        notes = [*self.notes[:index], note]
+        self._write({"key": self.key, "done": index + 1, "notes": notes, "sha256": digests})
         for old in self.folder.glob(f"states-*-{index:04d}"):
             old.unlink()
 
@@ -479,15 +482,9 @@ class Spill:
         Raises:
             ConfigError: its file is missing or damaged.
         """
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
-        path = self.folder / f"block-{index:04d}.safetensors"
-        try:
-            opened = safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
-            remedy = f"remove {self.folder}; the same call begins with the first block then"
-            raise ConfigError(str(path), f"a finished block cannot be read: {error}", remedy) from error
-        with opened as file:
+        with safe_open(self._block(index), "pt") as file:
             encodings = json.loads(file.metadata()["encodings"])
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 stem, _, field = name.partition(":")
@@ -498,6 +495,18 @@ class Spill:
                     parts = [file.get_tensor(f).numpy() if f in file.keys() else None for f in known]  # noqa: SIM118
                     codes = file.get_tensor(name).numpy()
                     yield stem, PackedWeight(stem, codes, _encoding(encodings[stem], *parts))
+
+    def _block(self, index: int) -> Path:
+        """The file of a finished block, with the content that was written."""
+        path = self.folder / f"block-{index:04d}.safetensors"
+        try:
+            if hash_file(path) == self._journal()["sha256"][index]:
+                return path
+            problem = "its content is not what was written"
+        except (OSError, LookupError) as error:
+            problem = f"{error}"
+        remedy = f"remove {self.folder}; the same call begins with the first block then"
+        raise ConfigError(str(path), f"a finished block cannot be read: {problem}", remedy)
 
     def clear(self) -> None:
         """Remove the folder."""

@@ -85,7 +85,7 @@ class Manifest:
                 found.append(f"{entry.name} is missing")
             elif path.stat().st_size != entry.size:
                 found.append(f"{entry.name} has {path.stat().st_size} bytes instead of {entry.size}")
-            elif _hash_file(path) != entry.sha256:
+            elif hash_file(path) != entry.sha256:
                 found.append(f"{entry.name} has another content than was written")
         return found
 
@@ -266,12 +266,13 @@ def files_in(base: Path, manifest: Path | None = None) -> list[str]:
 def _entry(base: Path, name: str) -> FileEntry:
     path = base / name
     try:
-        return FileEntry(name, _hash_file(path), path.stat().st_size)
+        return FileEntry(name, hash_file(path), path.stat().st_size)
     except OSError as error:
         raise file_error(path, error) from error
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """SHA-256 of the content of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
