@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -373,13 +373,26 @@ def _replaced(modules: Sequence[nn.Module], make: Callable[[int], Callable[..., 
 
 
 def make_buffers(model: nn.Module) -> None:
-    """Compute the buffers that no file holds (angles of rotary positions), which a model on ``meta`` lacks."""
+    """Compute the buffers that no file holds (angles of rotary positions), which a model on ``meta`` lacks.
+
+    Parameters and buffers that have values keep them.
+    """
     for module in model.modules():
-        empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        for name, buffer in empty.items():
-            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        empty = {name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         if empty:
-            model._init_weights(module)  # type: ignore[operator]
+            _fill_buffers(model, module, empty)
+
+
+def _fill_buffers(model: nn.Module, module: nn.Module, empty: Collection[str]) -> None:
+    """Let the model fill buffers of a module, and drop what it draws for its other tensors (scaled tables of tokens)."""
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for name, parameter in module.named_parameters(recurse=False):
+        module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    model._init_weights(module)  # type: ignore[operator]
+    module._parameters.update(parameters)
+    module._buffers.update({name: buffer for name, buffer in buffers.items() if name not in empty})
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Runner:

@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import ConfigError, ModelError
+from bitwright.llm.files.gguf_blocks import Reader
 from bitwright.llm.files.table import FILE_FORMATS, kind_of
 from bitwright.llm.openvino_export import AS_SIMULATED
 
 _MOST_LISTED = 16_384  # tokens whose probabilities llama.cpp is asked for in one answer
+_NORMAL = 1  # kind of a token of GGUF files that is neither a control token nor a single byte
 
 
 class Engine(Protocol):
@@ -107,52 +109,80 @@ class GenAI:
 
 
 class LlamaCpp:
-    """A GGUF file run by llama.cpp."""
+    """A GGUF file run by llama.cpp, with keys and values in float32."""
 
     name = "llama.cpp"
 
     def __init__(self, path: Path) -> None:
-        package = _needed("xllamacpp", "gguf")
-        params = package.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx, params.n_parallel, params.warmup = 0, 1, False
-        self._server = package.Server(params)
+        self._package = _needed("xllamacpp", "gguf")
+        self._path, self._server, self._room = path, None, 0
+        keys = Reader(path).keys
+        texts = keys.get("tokenizer.ggml.tokens", ())
+        self._vocabulary = len(texts)
+        self._last = keys.get("tokenizer.ggml.eos_token_id")
+        kinds = keys.get("tokenizer.ggml.token_type", [_NORMAL] * len(texts))
+        self._letters = next(
+            (at for at, text in enumerate(texts) if kinds[at] == _NORMAL and text.isascii() and text.isalnum()), 0
+        )
 
-    def _ask(self, **question: Any) -> dict[str, Any]:
-        answer = self._server.handle_completions({"temperature": 0, "cache_prompt": True, **question})
+    def _open(self, length: int) -> Any:
+        """The server, with room for ``length`` tokens: one for all that a model was trained for may take many GiB."""
+        if length > self._room:
+            params = self._package.CommonParams()
+            params.model.path, params.n_ctx, params.n_parallel = str(self._path), -(-length // 512) * 512, 1
+            params.warmup, params.fit_params, params.verbosity = False, False, -1
+            params.cache_type_k = params.cache_type_v = self._package.ggml_type.GGML_TYPE_F32
+            params.flash_attn_type = self._package.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            self._server, self._room = None, 0  # the memory of the one before
+            self._server, self._room = self._package.Server(params), params.n_ctx
+        return self._server
+
+    def _likeliest(self, tokens: list[int], count: int, length: int) -> dict[int, float]:
+        """Log-probabilities of the ``count`` likeliest tokens after ``tokens``, the likeliest first.
+
+        The server drops the list where a token ends the text or is a part of a letter, so that it is made to choose a whole word;
+        the list is of the probabilities before that.
+
+        Raises:
+            ModelError: the engine refuses.
+        """
+        answer = self._open(length + 1).handle_completions(
+            {
+                "prompt": tokens, "n_predict": 1, "temperature": 0, "cache_prompt": True, "n_probs": count,
+                "logit_bias": [[self._letters, 1e4]],
+            }
+        )  # fmt: skip
         found: dict[str, Any] = answer if isinstance(answer, dict) else json.loads(answer)
-        if "error" in found or ("code" in found and "content" not in found):
+        if not found.get("choices"):
             raise ModelError("llama.cpp", str(found)[:300], "see the message of the engine")
-        return found
+        (first,) = found["choices"][0]["logprobs"]["content"]
+        return {entry["id"]: entry["logprob"] for entry in first["top_logprobs"]}
 
     def logits(self, tokens: Tensor) -> Tensor:
         """See :class:`Engine`; one call per token, since the engine returns only the last token's probabilities.
 
-        Raises:
-            ModelError: the vocabulary is too large to be listed for every token.
+        Of vocabularies above 16,384 tokens the likeliest ones are listed, among them the token that follows; the others share
+        what is left of the probability.
         """
         row = tokens.reshape(-1).tolist()
-        found: list[dict[int, float]] = []
-        for end in range(1, len(row) + 1):
-            answer = self._ask(prompt=row[:end], n_predict=1, n_probs=_MOST_LISTED)
-            (first,) = answer["completion_probabilities"]
-            listed = {entry["id"]: entry["logprob"] for entry in first.get("top_logprobs") or first["probs"]}
-            if len(listed) >= _MOST_LISTED:
-                raise ModelError(
-                    "llama.cpp", f"its vocabulary has more than {_MOST_LISTED} tokens, which it would list for every token",
-                    "measure the files with llama-perplexity of llama.cpp",
-                )  # fmt: skip
-            found.append(listed)
-        width = max(max(listed) for listed in found) + 1
-        logits = torch.full((1, len(row), width), -1e4)
-        for at, listed in enumerate(found):
-            logits[0, at, list(listed)] = torch.tensor(list(listed.values()))
-        return logits
+        found = []
+        for at in range(len(row)):
+            listed = self._likeliest(row[: at + 1], _MOST_LISTED, len(row))
+            if at + 1 < len(row) and row[at + 1] not in listed and len(listed) < self._vocabulary:
+                listed = self._likeliest(row[: at + 1], self._vocabulary, len(row))
+            values = torch.tensor(list(listed.values()), dtype=torch.float64)
+            width = max(self._vocabulary, max(listed) + 1)
+            rest = (1 - values.exp().sum()).clamp_min(1e-30) / max(1, width - len(listed))
+            found.append(torch.full((width,), float(rest.log())))
+            found[-1][list(listed)] = values.float()
+        return torch.stack(found)[None]
 
     def generate(self, tokens: Sequence[int], count: int) -> list[int]:
         """See :class:`Engine`."""
-        answer = self._ask(prompt=list(tokens), n_predict=count, return_tokens=True, ignore_eos=False, top_k=1)
-        made: list[int] = answer["tokens"]
+        row = list(tokens)
+        made: list[int] = []
+        while len(made) < count and (not made or made[-1] != self._last):
+            made.append(next(iter(self._likeliest(row + made, 1, len(row) + count))))
         return made
 
 
@@ -228,19 +258,38 @@ def open_engine(folder: str | os.PathLike[str]) -> Engine:
 
         return Transformers(coded_model(place), "bitwright, with the codes of the folder")
     config = json.loads((place / "config.json").read_text(encoding="utf-8")).get("quantization_config", {})
+    options = {}
     if config.get("quant_method") == "compressed-tensors":
         _needed("compressed_tensors", "compressed-tensors")
+        options = _unpacked(place, config)
     from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            place, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+            place, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **options
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(
             str(folder), f"transformers cannot open it: {str(error).splitlines()[0][:300]}", "write the files again"
         ) from error
     return Transformers(model.eval())
+
+
+def _unpacked(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """How transformers 5.23 loads packed weights with zero points, for which its layers of codes have no room: unpacked."""
+    packed = [
+        group
+        for group in config.get("config_groups", {}).values()
+        if (group.get("format") or config.get("format")) == "pack-quantized"
+    ]
+    asymmetric = any(not group["weights"].get("symmetric", True) for group in packed)
+    if not asymmetric or any(group.get("input_activations") for group in packed):
+        return {}
+    from transformers import AutoConfig
+
+    made = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    made.quantization_config["dequantize"] = True
+    return {"config": made}
 
 
 def _needed(package: str, what: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     BloomConfig,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
@@ -169,6 +170,7 @@ CASES = {
     "llama-awq": (LlamaConfig, "awq", {}),
     "llama-awq-older": (LlamaConfig, "awq", {"older": True}),
     "qwen2-awq-tied-biases": (Qwen2Config, "awq", {"tie": True}),
+    "gemma2-scaled-table": (Gemma2Config, "gptq", {"tie": True}),
     "phi3-one-projection": (Phi3Config, "gptq", {}),
     "gpt2-columns": (GPT2Config, "gptq", {"sym": False}),
     "gpt_neox": (GPTNeoXConfig, "gptq", {"sym": False, "version": 2}),
@@ -206,6 +208,8 @@ def test_a_foreign_folder_is_simulated_with_its_own_numbers(config, kind, option
 
 
 def _sizes(config: Any) -> dict[str, Any]:
+    if config is Gemma2Config:
+        return {"head_dim": 16}
     if config is BloomConfig:
         return {"n_layer": 2, "n_head": 4}
     return {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256} if config is GPT2Config else {}
