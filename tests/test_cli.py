@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import typer
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from typer.testing import CliRunner, Result
@@ -22,6 +23,7 @@ from typer.testing import CliRunner, Result
 from bitwright import __version__
 from bitwright.analysis import Analysis
 from bitwright.cli import app
+from bitwright.cli.app import _ORDER
 from bitwright.cli.quantize import _gathered
 from bitwright.core.numerics.ranges import RANGE_METHODS
 from bitwright.core.numerics.spec import PRESETS
@@ -78,6 +80,9 @@ def test_help_shows_every_command_with_an_example():
         assert name in text
         assert "Examples:" in run(name, "--help").output
     assert "bitwright verify exported/" in text
+    listed = text[text.index("\u2500 Commands ") :]
+    assert listed.index(" quantize ") < listed.index(" verify ") < listed.index(" analyze ") < listed.index(" migrate ")
+    assert set(_ORDER) == set(typer.main.get_command(app).commands)
     assert run().exit_code == 2, "no command at all prints the help too"
 
 
@@ -629,7 +634,7 @@ def test_quantize_ends_with_metric_size_verification_files_and_steps(small, tmp_
     found = {line.partition(":")[0]: line for line in lines}
     assert found["metric"].startswith("metric: float 1 -> quantized ")
     sizes = [(tmp_path / name).stat().st_size / 1e3 for name in ("m_float.onnx", "m.onnx")]
-    assert "(95 % interval " in lines[0] and "on 4 batches that calibration saw: give held_out" in lines[0]
+    assert "(95 % interval " in lines[0] and "on 4 batches that calibration saw: give held_out (--held-out)" in lines[0]
     assert ("the file is LARGER than the float file by " in lines[0]) == (sizes[1] > sizes[0])
     assert found["size"].startswith(f"size: float {sizes[0]:.1f} kB -> quantized {sizes[1]:.1f} kB")
     assert found["verify"] == "verify: 3 of 3 places agree: ok"

@@ -69,6 +69,20 @@ def test_a_metric_returns_a_number(found: object, shown: str) -> None:
     )
 
 
+@pytest.mark.parametrize("search", [bitwright.mixed_precision, bitwright.auto_quantize])
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_a_search_refuses_a_metric_without_a_return(front_end: str, search: Callable[..., Any]) -> None:
+    model = net() if front_end == "torch" else onnx_net()
+    data = [X] if front_end == "torch" else [{"x": np.ones((1, 4), np.float32)}]
+    with pytest.raises(ConfigError, match="^metric: it returns None. Remedy: end it with a return statement"):
+        search(model, data, metric=lambda model: None, allowed_drop=0.1)
+
+
+def test_the_path_of_labels_is_not_taken_for_labels() -> None:
+    with pytest.raises(ConfigError, match="^labels: 'labels.npy' is a text, .* read the file"):
+        bitwright.quantize(onnx_net(), [{"x": np.ones((1, 4), np.float32)}], metric="accuracy", labels="labels.npy")
+
+
 @pytest.mark.parametrize("wrap", [lambda a: a, lambda a: (a,), lambda a: {"input": a}, lambda a: ([a],)])
 def test_numpy_batches_for_a_module_are_named_in_one_sentence(wrap) -> None:
     class Takes(nn.Module):
@@ -88,6 +102,30 @@ def test_numpy_batches_for_a_module_are_named_in_one_sentence(wrap) -> None:
     with pytest.raises(ModelError, match="^example input: it holds numpy arrays"):
         QuantizationSimModel(Takes(), wrap(X.numpy()))
     sim.compute_encodings([torch.from_numpy(X.numpy())])
+    calls: tuple[Callable[[Any], Any], ...] = (
+        lambda batch: bitwright.analyze(sim, [batch], progress=False),
+        lambda batch: bitwright.torch.apply_gptq(sim, [batch], progress=False),
+        lambda batch: sim.capture(["input"], batch),
+        sim.verify,
+    )
+    for call in calls:
+        with pytest.raises((CalibrationError, ExportError), match="it holds numpy arrays, .* torch.from_numpy"):
+            call(wrap(X.numpy()))
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_an_empty_batch_is_refused_before_any_step_runs(front_end: str, caplog: pytest.LogCaptureFixture) -> None:
+    full, empty = (X, X[:0]) if front_end == "torch" else ({"x": np.ones((1, 4))}, {"x": np.ones((0, 4))})
+    with pytest.raises(CalibrationError, match="^batch 1: it holds no sample: input 0 is 0x"):
+        bitwright.quantize(net() if front_end == "torch" else onnx_net(), [full, empty, full], progress=False)
+    assert not caplog.records
+
+
+def test_an_example_without_a_sample_is_not_exported(tmp_path: Path) -> None:
+    sim = QuantizationSimModel(net(), X)
+    sim.compute_encodings([X], progress=False)
+    with pytest.raises(ExportError, match="^example: the batch holds no sample: input is 0x3x6x6"):
+        sim.export(tmp_path, "net", X[:0])
 
 
 def test_a_data_set_of_samples_is_led_to_a_loader() -> None:
@@ -154,8 +192,11 @@ def test_a_runtime_without_a_target_is_not_taken_for_a_misspelling(name: str) ->
 
 
 def test_the_former_name_of_a_runtime_leads_to_the_present_one() -> None:
-    with pytest.raises(ConfigError, match="use target='litert'"):
+    with pytest.raises(ConfigError, match="is not the name of a target. Remedy: use target='litert'"):
         find_target("tflite")
+    with pytest.raises(ConfigError, match="is not the name of a target. Remedy: use target='tensorrt'"):
+        find_target("TRT")
+    assert find_target("tensorrt").name == "tensorrt"
 
 
 def test_folding_a_model_in_training_mode_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,8 +35,20 @@ _QUIET, _NORMAL, _VERBOSE = -1, 0, 1
 _level: ContextVar[int] = ContextVar("level", default=_NORMAL)  # of the command that runs
 
 
+#: commands in the order of --help, which is that of a first use; others follow
+_ORDER = (
+    "inspect", "quantize", "verify", "benchmark", "report", "analyze", "doctor", "auto", "compress", "llm", "show", "diff",
+    "evaluate", "saturation", "drift", "certify", "strip", "list", "presets", "check-config", "migrate",
+)  # fmt: skip
+
+
 class _Commands(typer.core.TyperGroup):
     """The group of all commands; prints user errors without a traceback, unless ``--debug`` is given."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, in the order of ``--help``."""
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; Ctrl-C ends it with exit code 130, even where a library replaced the KeyboardInterrupt."""

@@ -226,8 +226,12 @@ _COMPILERS = (
 )
 #: runtimes that users name and no row serves -> what to use
 _ELSEWHERE = {name: _COMPILERS for name in ("hailo", "tvm", "coreml")}
-_ELSEWHERE |= {"trt": "use target='tensorrt'", "snpe": "use target='qnn', whose encodings its converter takes"}
-_ELSEWHERE |= {"tflite": "use target='litert', the runtime's present name"}
+#: other names of runtimes -> what to use
+_OTHER_NAMES = {
+    "trt": "use target='tensorrt'",
+    "snpe": "use target='qnn', whose encodings its converter takes",
+    "tflite": "use target='litert', the runtime's present name",
+}
 
 
 def find_target(name: str | Target) -> Target:
@@ -243,9 +247,12 @@ def find_target(name: str | Target) -> Target:
     if isinstance(name, Target):
         return name
     if name not in TARGETS:
-        known = _ELSEWHERE.get(str(name).casefold())
-        if known is not None:
-            raise ConfigError("target", f"{name!r} is not a target: files for it are not written yet", known)
+        given = str(name).casefold()
+        if given in _ELSEWHERE:
+            problem = f"{name!r} is not a target: files for it are not written yet"
+            raise ConfigError("target", problem, _ELSEWHERE[given])
+        if given in _OTHER_NAMES:
+            raise ConfigError("target", f"{name!r} is not the name of a target", _OTHER_NAMES[given])
         raise ConfigError(
             "target", f"{name!r} is not a target{close_matches(str(name), TARGETS)}", f"use one of {listed(TARGETS)}"
         )

@@ -55,10 +55,14 @@ def split_labels(labels: Any, batches: Sequence[Any]) -> list[Array] | None:
         labels: one per sample in the order of the data, or one array per batch; ``None`` where there are none.
 
     Raises:
-        ConfigError: there are more or fewer of them than samples.
+        ConfigError: there are more or fewer of them than samples, or they are the name of a file.
     """
     if labels is None:
         return None
+    if isinstance(labels, (str, Path)):
+        raise ConfigError(
+            "labels", f"{str(labels)!r} is a text, not one label per sample", "read the file: numpy.load(path)"
+        )
     rows = [samples_in(batch) for batch in batches]
     if isinstance(labels, (list, tuple)) and len(labels) == len(batches) and all(map(_is_batch, labels, rows)):
         return [label_array(part) for part in labels]

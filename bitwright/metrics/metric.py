@@ -700,12 +700,14 @@ def checked_values(which: str, found: Any) -> Array:
         ConfigError: it is neither, or not finite.
     """
     try:
+        if found is None:  # numpy takes it for NaN
+            raise TypeError("None is not a number")
         values = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found, np.float64)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             "metric",
-            f"it returns {with_article(type(found).__name__)}",
-            "return a number, or one value per sample as a list or array",
+            f"it returns {'None' if found is None else with_article(type(found).__name__)}",
+            "end it with a return statement whose value is a number, or one value per sample as a list or array",
         ) from error
     if values.ndim > 1 or not values.size:
         raise ConfigError(

@@ -153,7 +153,7 @@ class Job:
         elif self.recipe is None and any(step.kind.gain is not None for step in steps):
             self.judge, self.chosen = Judge.of(self.batches, outputs, most, names)
         else:
-            whence = "calibration saw: give held_out for a figure of other data"
+            whence = "calibration saw: give held_out (--held-out) for a figure of other data"
             others = self.batches if self.reads_again(steps) else ()
             self.judge = Judge.of_seen(self.first, others, outputs, names, whence)
 

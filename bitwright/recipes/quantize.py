@@ -14,7 +14,7 @@ from bitwright.compare.benchmark import measured_if_short
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import NonFinite, Preset, find_preset
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import refuse_one_batch
+from bitwright.core.simulation.calibration import refuse_one_batch, with_samples
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, checks_arguments
 from bitwright.export.edges import edges_of
@@ -374,11 +374,13 @@ def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]
         again: whether they are to be gone through more than once; those of a generator are then kept.
 
     Raises:
-        CalibrationError: there is none, or ``data`` is one batch.
+        CalibrationError: there is none, one of a list holds no sample, or ``data`` is one batch.
     """
     refuse_one_batch(data, "quantize")
     if again and iter(data) is data:
         data = list(data)
+    if isinstance(data, (list, tuple)):  # before any step runs
+        data = list(with_samples(data))
     source = iter(data)
     first = next(source, None)
     if first is None:

@@ -6,6 +6,7 @@ A new runtime is a row of :data:`RUNTIMES`. ``verify``, ``drift`` and ``benchmar
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,12 +38,12 @@ def check_not_empty(site: str, feeds: Mapping[str, Any]) -> None:
 
     Args:
         site: for the message.
-        feeds: by name. One empty input beside others is right: a cache of length 0.
+        feeds: arrays or tensors by name. One empty input beside others is right: a cache of length 0.
 
     Raises:
         ExportError: every input that has axes is empty.
     """
-    sizes = [array.size for array in map(np.asarray, feeds.values()) if array.ndim]
+    sizes = [math.prod(np.shape(array)) for array in feeds.values() if np.ndim(array)]
     if sizes and not any(sizes):
         problem = f"the batch holds no sample: {', '.join(f'{n} is {_shape(a)}' for n, a in feeds.items())}"
         raise ExportError(site, problem, "give a batch with at least one sample")

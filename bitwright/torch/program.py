@@ -30,6 +30,7 @@ from bitwright.torch.calls.inputs import (
     evaluation,
     map_tensors,
     model_device,
+    run_batch,
     same_draws,
     tensors_in,
     to_device,
@@ -523,7 +524,7 @@ def _is_cpu(device: torch.device | None) -> bool:
 
 def _call(model: nn.Module, batch: Any) -> Any:
     args, kwargs = as_call(to_device(batch, model_device(model)))
-    return model(*args, **kwargs)
+    return run_batch(model, args, kwargs)
 
 
 def _same(one: Program, other: Program) -> bool:

@@ -36,6 +36,7 @@ from bitwright.torch.calls.inputs import (
     map_arguments,
     model_device,
     named_state,
+    run_batch,
     to_device,
     walk_modules,
 )
@@ -192,7 +193,7 @@ class TorchView:
         with self._intercepted() as simulator:
             simulator.taps = {name: WithGradient() if gradients else [] for name in values}
             args, kwargs = as_call(batch)
-            return self.model(*args, **kwargs), simulator.taps
+            return run_batch(self.model, args, kwargs), simulator.taps
 
     @contextmanager
     def _intercepted(self) -> Iterator[Simulator]:
@@ -227,7 +228,7 @@ class TorchView:
                 for name, tensor in named_inputs(self._recorder.signature, args, kwargs):
                     if name in simulator.taps:
                         simulator.taps[name].append(tensor.clone())  # a model may write into its input
-                self.model(*args, **kwargs)
+                run_batch(self.model, args, kwargs)
                 yield simulator.taps
 
     def local(self, op: str) -> Callable[..., Array]:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError
 
 #: types of arguments that hold nothing; by far most arguments of a call are of these, or tensors
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout))
@@ -341,6 +341,22 @@ def holds_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(item, np.ndarray) for item in found)
 
 
+def run_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What ``model`` returns for the arguments of a batch.
+
+    Raises:
+        CalibrationError: the model fails, and an argument is a numpy array. Other errors of the model are left as they are.
+    """
+    try:
+        return model(*args, **kwargs)
+    except BitwrightError:
+        raise
+    except Exception as error:
+        if holds_arrays(args, kwargs):
+            raise CalibrationError("batch", *ARRAYS) from error
+        raise
+
+
 @contextmanager
 def trainable_tensors() -> Iterator[None]:
     """Create ordinary tensors also inside ``torch.inference_mode``, whose own tensors cannot be trained."""
@@ -397,7 +413,7 @@ def named_outputs_of(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[An
     """Output tensors with the path of each in the result: ``logits``, ``output[1].boxes``."""
     args, kwargs = as_call(to_device(batch, model_device(model)))
     with torch.no_grad(), evaluation(model):
-        return named_arrays(model(*args, **kwargs))
+        return named_arrays(run_batch(model, args, kwargs))
 
 
 def named_arrays(output: Any) -> list[tuple[str, NDArray[Any]]]:

@@ -59,11 +59,14 @@ from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent import restore_native, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, find_target, target_for, target_in
 from bitwright.progress import collector_paused
+from bitwright.runtimes.adapters import check_not_empty
 from bitwright.torch.calls.inputs import (
+    ARRAYS,
     as_call,
     caches_in,
     evaluation,
     flatten_tensors,
+    holds_arrays,
     map_tensors,
     model_alone,
     model_device,
@@ -240,6 +243,7 @@ def export_sim(
     target = target_for(target, format).name
     edges = edges_of(io, normalize)
     check_half("rest", rest)
+    check_not_empty("example", dict(named_inputs(forward_signature(sim.model), *as_call(dummy_input))))
     if edges.changes:
         dummy_input = _representable(sim, dummy_input, edges)
     notes: list[str] = []
@@ -560,6 +564,8 @@ def _check_runs(sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, A
         with evaluation(sim.model), torch.no_grad():
             sim.model(*args, **kwargs)
     except Exception as error:
+        if holds_arrays(args, kwargs):
+            raise ExportError("example", *ARRAYS) from error
         raise ExportError(
             type(sim.model).__name__,
             f"the model does not run on this example: {_root_cause(error)}",

@@ -29,6 +29,7 @@ from bitwright.torch.calls.inputs import (
     named_arrays,
     named_state,
     outputs_of,
+    run_batch,
     same_draws,
     to_device,
     trainable_tensors,
@@ -239,7 +240,7 @@ class SimulatedModule(SimulationFiles):
         args, kwargs = as_call(to_device(batch, model_device(self.model)))
         handled = self._interceptor.handled_by(self._handler.variant(taps=taps))
         with handled, self._evaluation("capture"), same_draws():
-            output = self.model(*args, **kwargs)
+            output = run_batch(self.model, args, kwargs)
         return taps, output
 
     def example(self) -> Any:
