@@ -276,14 +276,12 @@ def open_engine(folder: str | os.PathLike[str]) -> Engine:
 
 
 def _unpacked(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """How transformers 5.23 loads packed weights with zero points, for which its layers of codes have no room: unpacked."""
-    packed = [
-        group
-        for group in config.get("config_groups", {}).values()
-        if (group.get("format") or config.get("format")) == "pack-quantized"
-    ]
-    asymmetric = any(not group["weights"].get("symmetric", True) for group in packed)
-    if not asymmetric or any(group.get("input_activations") for group in packed):
+    """Let transformers unpack weights when it loads them, where no inputs of layers are quantized.
+
+    Its layers of codes have no room for zero points (5.23), and models that draw weights of a class by themselves (Falcon, Mamba)
+    find none there.
+    """
+    if any(group.get("input_activations") for group in config.get("config_groups", {}).values()):
         return {}
     from transformers import AutoConfig
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config
+from transformers import FalconConfig, LlamaConfig, Qwen2Config
 
 from bitwright.llm import engines, open_engine, quantize, read_checkpoint
 from bitwright.llm.checkpoint import assign
@@ -18,9 +18,9 @@ ROW = torch.randint(4, 96, (1, 6), generator=torch.Generator().manual_seed(3))
 
 def _saved(folder: Path, config: type) -> torch.nn.Module:
     """A model whose likeliest tokens after some of ``ROW`` are the end of the text (2) and half a letter (97)."""
-    model = tiny(config, vocab_size=128)
+    model = tiny(config, vocab_size=128, tie_word_embeddings=False)
     with torch.no_grad():
-        states = model.model(ROW).last_hidden_state[0]
+        states = model.base_model(ROW).last_hidden_state[0]
         model.lm_head.weight[[2, 97]] = 40 * states[[2, 4]] / states[[2, 4]].square().sum(-1, keepdim=True)
     model.save_pretrained(folder)
     write_tokenizer(folder)
@@ -41,6 +41,7 @@ def _simulated(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     [
         ("gguf", "w8g32", "xllamacpp", LlamaConfig),
         ("compressed-tensors", "w4g32_asym", "compressed_tensors", Qwen2Config),
+        ("compressed-tensors", "w8", "compressed_tensors", FalconConfig),
         ("torchao", "w4g32", "torchao", Qwen2Config),
     ],
 )

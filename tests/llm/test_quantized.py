@@ -449,6 +449,16 @@ def test_stacks_of_experts_are_refused_and_the_rule_of_the_message_leaves_them_i
         assert isinstance(weight, FloatWeight) and torch.equal(weight.values, model.get_parameter(name))
 
 
+@pytest.mark.parametrize(
+    "preset, kinds", [("w4g32", "gguf"), ("w4g64", r"a graph, which holds it \(genai, onnx, openvino\)")]
+)
+def test_matrices_that_some_files_have_no_place_for_name_those_that_have(preset: str, kinds: str, tmp_path: Path):
+    config, changes = KINDS["gpt2"]
+    saved(tmp_path / "model", config, **changes)
+    with pytest.raises(ExportError, match=rf"c_attn.*not a linear layer\. Remedy: write {kinds}"):
+        quantize(tmp_path / "model", preset, to="compressed-tensors", out=tmp_path / "out", progress=False)
+
+
 @pytest.mark.slow
 def test_a_file_of_a_graph_holds_stacks_of_experts_as_blocks_of_four_bits_and_runs(tmp_path: Path):
     from bitwright.compare.verify import verify_folder

@@ -7,13 +7,14 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitwright import __version__
 from bitwright.core.files import read_document
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import ExportError, with_article
 from bitwright.export.files.atomic import AnyPath, atomic_files, read_error, settle
@@ -97,8 +98,10 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
     why = _why_not(plan, row)
     if not why:
         return
-    able = [other.name for other in others if other is not row and not _why_not(plan, other)]
-    instead = f"write {' or '.join(able)}, which hold it" if able else "no kind of files that is written here holds it"
+    able = [other.name for other in others if other is not row and any(not _why_not(p, other) for p in _fitted(plan))]
+    instead = (
+        f"write {' or '.join(able)}, which hold it" if able else "write a graph, which holds it (genai, onnx, openvino)"
+    )
     remedy = f"{instead}; or quantize it to what {row.name} holds: {row.holds}"
     if len(plan.shape) > 2:
         remedy = (
@@ -106,6 +109,14 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
             "in a simulation, set enabled = False of the quantizers of such weights"
         )
     raise ExportError(plan.name, f"{layout} cannot be stored in {row.name} files ({row.engine}): {why}", remedy)
+
+
+def _fitted(plan: WeightPlan) -> Iterator[WeightPlan]:
+    """Yield the plan, and plans with the half scales that some files give to integers by themselves."""
+    yield plan
+    if plan.layout is not None and isinstance(plan.layout.format, IntFormat) and plan.layout.scale_format == "float32":
+        name = "float16" if plan.layout.symmetric else "float12"
+        yield replace(plan, layout=replace(plan.layout, scale_format=name))
 
 
 def _why_not(plan: WeightPlan, row: FileFormat) -> str:
