@@ -126,7 +126,7 @@ def test_a_site_may_have_its_own_policy_and_the_strictest_one_decides():
         calibrate(found, [CLEAN[0], BAD], "skip")
 
 
-@pytest.mark.parametrize("policies", itertools.permutations(["error", "skip", "clamp"], 2), ids="-".join)
+@pytest.mark.parametrize("policies", list(itertools.permutations(["error", "skip", "clamp"], 2)), ids="-".join)
 def test_the_strictest_policy_of_several_sites_decides(policies):
     """Both sites see values that are not finite in the same batch."""
     found = [
