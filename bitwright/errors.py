@@ -80,7 +80,7 @@ class ModelError(BitwrightError, RuntimeError):
 
 
 class BusyError(BitwrightError, RuntimeError):
-    """A thread wants to use a simulation while another one does what cannot be shared, such as calibration."""
+    """A thread used a simulation while another one was doing what cannot be shared, such as calibrating it."""
 
 
 class ExportError(BitwrightError, RuntimeError):

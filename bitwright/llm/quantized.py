@@ -503,7 +503,7 @@ def quantize(
         model: a local folder in the layout of ``transformers``, or a module.
         preset: of the matrices of blocks: ``w4g128``, ``w4g32_asym``, ``nvfp4``, ... (see :func:`spec_of`).
         recipe: methods before nearest rounding: ``"awq,gptq"`` or a list of ``awq``, ``gptq``, ``seq_mse`` and the others of
-            :func:`bitwright.apply_reconstruction`. None rounds to nearest and needs no data.
+            :func:`bitwright.torch.apply_reconstruction`. None rounds to nearest and needs no data.
         data: text (a string), the path of a text file, or tokens ``[T]``. The last tenth is held out for the perplexity.
         to: kind of files, a row of ``bitwright.llm.FILE_FORMATS``, or ``genai``, ``onnx`` or ``openvino``, for which the model
             is held in memory; with ``out``.

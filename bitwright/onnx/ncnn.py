@@ -507,7 +507,7 @@ def to_ncnn(model: ir.Model) -> NcnnFile:
 
 @checks_arguments
 def write_ncnn(path: str | Path, folder: str | Path) -> NcnnFile:
-    """Write ``<stem>.ncnn.param`` and ``<stem>.ncnn.bin`` of an ONNX file, which an export wrote or another tool.
+    """Convert an ONNX file, written by an export or another tool, to ``<stem>.ncnn.param`` and ``<stem>.ncnn.bin``.
 
     Args:
         path: of the ONNX file. Layers whose input has a symmetric int8 grid (``target="ncnn"``) are computed on codes.

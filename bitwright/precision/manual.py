@@ -32,7 +32,7 @@ _ALIASES = {"fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """A precision request for some layers.
+    """Which precision a user asks for, and for which layers.
 
     Attributes:
         where: operator, module or pattern, an operator type, ``model_input`` or ``model_output`` (all of them, or one:

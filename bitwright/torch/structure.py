@@ -677,7 +677,7 @@ _STEPS: dict[str, Callable[[nn.Module, Mapping[str, Any]], None]] = {
 
 @checks_arguments
 def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
-    """Give a module of the original class the shapes that a compression left; its state dict fits afterwards.
+    """Reshape a module of the original class to the shapes of a compressed model, so that its state dict can be loaded.
 
     Args:
         model: of the class and with the arguments of the model that was compressed; changed in place.
@@ -802,7 +802,7 @@ def save_compressed(model: nn.Module, plan: Mapping[str, Any], folder: Path, nam
 
 @checks_arguments
 def load_compressed(model: nn.Module, folder: str | os.PathLike[str], name: str = "model") -> nn.Module:
-    """Make a module of the original class the compressed one that was saved in a folder.
+    """Turn a module of the original class into the compressed model that was saved in a folder.
 
     Args:
         model: of the class and with the arguments of the model that was compressed; changed in place.

@@ -82,7 +82,7 @@ class TorchView:
 
     Args:
         model: the module; edits change it in place.
-        examples: inputs to record it on, each as ``batches.as_call`` takes them.
+        examples: inputs to record it on, each as :func:`~bitwright.torch.calls.inputs.as_call` takes them.
         prepared: makes of a batch, or an example, what the module takes.
     """
 
@@ -183,7 +183,7 @@ class TorchView:
             pass
 
     def tapped(self, batch: Any, values: Sequence[str], gradients: bool) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-        """Run a batch in the mode that the model is in: what it returns, and a copy of every named value, a list per name.
+        """Run a batch in the model's current mode; return its output and a copy of every named value, a list per name.
 
         Args:
             batch: as the model takes it.

@@ -238,8 +238,8 @@ def carried_states(graph: Graph, static: set[str]) -> list[str]:
     A cell that runs once per step takes its state as an input and returns the next one: the cell state of an LSTM
     ``f * c + i * g``, the state of a GRU ``z * h + (1 - z) * n``, that of a state space model. Its rounding errors come back in
     the next run and accumulate; layers, whose outputs are bounded, forget them. The operator LSTM updates its cell state in the
-    same way. Found are the sums, differences, products and movements between an input and an output of the same shape, if one
-    product takes a computed gate and one sum adds a computed value.
+    same way. The result has the sums, differences, products and movements between an input and an output of the same shape,
+    if one product takes a computed gate and one sum adds a computed value.
 
     Args:
         graph: the model.

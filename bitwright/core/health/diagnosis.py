@@ -545,7 +545,7 @@ class Stabilized(Tabular):
     _undo: Callable[[], None]
 
     def undo(self) -> None:
-        """Take the repairs back; the simulation computes as before."""
+        """Undo the repairs; the simulation computes as it did before."""
         self._undo()
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ class PerTensor:
         return param.reshape(())
 
     def firsts(self, shape: Shape) -> tuple[slice, ...]:
-        """Index of one element per scale in a tensor of ``shape``: the first that has it."""
+        """Slices that select the first element of each scale in a tensor of ``shape``."""
         return tuple(slice(0, 1) for _ in shape)
 
     def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerTensor:
@@ -87,7 +87,7 @@ class PerChannel:
         return param.reshape(self.broadcast_shape(shape))
 
     def firsts(self, shape: Shape) -> tuple[slice, ...]:
-        """Index of one element per scale in a tensor of ``shape``: the first that has it."""
+        """Slices that select the first element of each scale in a tensor of ``shape``."""
         axis = self._concrete(shape, "tensor")
         return tuple(slice(None) if i == axis else slice(0, 1) for i in range(len(shape)))
 
@@ -182,7 +182,7 @@ class PerBlock:
         return repeated[(*(slice(None),) * axis, slice(0, shape[axis]))]
 
     def firsts(self, shape: Shape) -> tuple[slice, ...]:
-        """Index of one element per scale in a tensor of ``shape``: the first that has it."""
+        """Slices that select the first element of each scale in a tensor of ``shape``."""
         axis, channels = self._concrete(shape, "tensor")
         every = {axis: slice(None, None, self.size), **dict.fromkeys(channels, slice(None))}
         return tuple(every.get(i, slice(0, 1)) for i in range(len(shape)))
@@ -214,7 +214,7 @@ class PerGate(PerTensor):
     """One scale per gate of a recurrent layer's weight; for weights without gates, one per tensor.
 
     It becomes a :class:`PerBlock` over the rows of a gate as soon as the operator is known
-    (``ops.resolve_granularity``):
+    (:func:`bitwright.core.graph.operators.resolve_granularity`):
 
     ==================  ==========================  =============
     tensor shape        becomes                     scale shape

@@ -293,7 +293,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         return iter({id(site.quantizer): site.quantizer for site in self._sites.values()}.values())
 
     def remember(self) -> Undo:
-        """Keep the state of every quantizer; the function returned brings it back."""
+        """Save the state of every quantizer; the function returned restores it."""
         kept = [quantizer.remember() for quantizer in self.unique()]
         channels = [(site.channels, site.channels.seen) for site in self._sites.values()]
 
@@ -306,7 +306,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         return restore
 
     def ask_as(self, other: SiteMap) -> None:
-        """Take the requested specs of the sites of the same name and role in another simulation."""
+        """Copy the requested specs of the sites that have the same name and role in another simulation."""
         for quantizer in self.unique():
             site = other._sites.get(quantizer.name)
             if site is not None and site.role == quantizer.role:
@@ -363,7 +363,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             )
 
     def changes(self, plan: Plan) -> dict[str, str]:
-        """Site -> its change since ``plan``: a new spec, or the reason why it is disabled."""
+        """Map each site that changed since ``plan`` to its new spec, or to the reason why it is disabled."""
         changed = {}
         for name, site in self._sites.items():
             if not site.enabled:
@@ -457,7 +457,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         self._said = said
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
-        """Say, once, what calibration left open: sites without an encoding, which are switched off if that is allowed, and
+        """Report once what calibration left open: sites without an encoding, which are switched off if that is allowed, and
         ranges that are not what was asked for.
         """
         unreached = self.unreached()

@@ -577,9 +577,9 @@ def awq_model(
 ) -> AwqReport:
     """Scale channels so that the weights which read large activations lose less in rounding (AWQ), in place.
 
-    For weights of 4 bits and less. Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included,
-    and the values of attention. Per group the exponent of the scales is searched that makes the outputs of the layers,
-    with their weights quantized, differ least from the float ones. The function of the model stays.
+    For weights of 4 bits or fewer. AWQ applies to norms and linear layers that feed linear layers, gates (SwiGLU) included, and
+    to the values of attention. For each group it searches the exponent of the scales at which the outputs of the layers with
+    quantized weights differ least from the float outputs. The model computes the same function.
 
     Args:
         model: changed in place.

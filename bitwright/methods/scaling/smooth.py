@@ -381,8 +381,8 @@ def smooth_model(
 ) -> SmoothReport:
     """Move outliers of activations into the weights that read them (SmoothQuant), in place.
 
-    Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included, and the keys of attention
-    against its queries. The function of the model stays; what changes it is found and left alone.
+    It applies to norms and linear layers that feed linear layers, gates (SwiGLU) included, and to the keys of attention
+    against its queries. The model computes the same function; groups whose scaling would change it are left alone.
 
     Args:
         model: changed in place.

@@ -341,7 +341,7 @@ def transform_model(
     """Put products by fitted matrices in front of linear layers, for activations of few bits, in place.
 
     Each makes what the layer reads, and its weight, as easy to round as a linear transform can where every token has one
-    scale; the weight undoes it. Treated are layers that alone read their input (down projections), and the values of
+    scale; the weight undoes it. It applies to layers that alone read their input (down projections), and the values of
     attention, whose matrices are merged into weights. Layers that make an output of the model are left. Call
     :func:`rotate_model` first, without ``online``, where the model has a residual stream that can be rotated.
 

@@ -93,7 +93,7 @@ _WHOLE_BYTES = frozenset(
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model.
+    """An ONNX model as :func:`load_model` read and normalised it.
 
     Attributes:
         model: private copy, normalised as the module says; external data is read when it is asked for.

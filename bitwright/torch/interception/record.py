@@ -585,7 +585,7 @@ def _is_stock_leaf(module: nn.Module) -> bool:
 def record(
     model: nn.Module, examples: Sequence[Any], interceptor: Interceptor | None = None, whole: bool = False
 ) -> Recorder:
-    """Run ``model`` on each example (see ``batches.as_call``) in eval mode and record every call.
+    """Run ``model`` on each example (see :func:`~bitwright.torch.calls.inputs.as_call`) in eval mode and record every call.
 
     With an ``interceptor`` that is attached already, its hooks serve, and the arguments of the calls are not kept.
     ``whole`` makes operators of what is computed of parameters alone, too.
