@@ -25,7 +25,7 @@ from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.output_quality import noise_and_signal
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import ConfigError
-from bitwright.export.files.kept import read_kept, write_kept
+from bitwright.export.files.run_state import read_run_state, write_run_state
 from bitwright.progress import progress as bar
 
 K = TypeVar("K")
@@ -141,7 +141,7 @@ class Kept:
         """Read earlier measurements; empty if there are none."""
         if self._path is None or not self._path.exists():
             return {}
-        content = read_kept(self._path, max_bytes=_MOST)
+        content = read_run_state(self._path, max_bytes=_MOST)
         if content.get("version") != _VERSION or content.get("fingerprint") != self._name:
             raise ConfigError(
                 str(self._path),
@@ -160,7 +160,7 @@ class Kept:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = {"version": _VERSION, "fingerprint": self._name, "measured": dict(measured())}
-        write_kept(self._path, content, indent=None, allow_nan=True)  # the noise of an output may be NaN
+        write_run_state(self._path, content, indent=None, allow_nan=True)  # the noise of an output may be NaN
         self._written = time.monotonic()
 
 

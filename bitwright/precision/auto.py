@@ -21,7 +21,7 @@ from typing import Any
 from bitwright.analysis.subject import listed
 from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.export.files.atomic import check_stem, write_json
-from bitwright.export.files.kept import read_kept, write_kept
+from bitwright.export.files.run_state import read_run_state, write_run_state
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.precision.choice import undominated
 from bitwright.precision.costs import COSTS, check_cost, check_rows, table_of_times, timed
@@ -398,7 +398,7 @@ class _Auto:
         """The float model's numbers, read from disk where an earlier call measured them."""
         path = self._job.folder / "float.json"
         if path.is_file():
-            self._float = read_kept(path)
+            self._float = read_run_state(path)
             return
         begin = time.monotonic()
         metric = self._job.float_side.metric
@@ -411,7 +411,7 @@ class _Auto:
             sim, times = self._job.float_side.subject.sim, table_of_times(times)
             self._float["presets"] = timed(sim, times)
             check_rows(times, sim.graph)
-        write_kept(path, self._float)
+        write_run_state(path, self._float)
         logger.info("the float model was measured in %.1f s", time.monotonic() - begin)
 
     def _read(self, trial: Trial) -> None:
@@ -421,7 +421,7 @@ class _Auto:
         if found.get("suspicious") and not self._float["trusted"]:
             self._job.float_side.check_metric()
             self._float["trusted"] = True
-            write_kept(self._job.folder / "float.json", self._float)
+            write_run_state(self._job.folder / "float.json", self._float)
         self.reports[trial.name] = found
 
     # -- judging

@@ -21,8 +21,8 @@ from bitwright.analysis.subject import Subject, listed, open_subject
 from bitwright.core.graph.cost import as_bound
 from bitwright.core.numerics.spec import Preset
 from bitwright.errors import ConfigError, checks_arguments
-from bitwright.export.files.kept import read_kept, write_kept
 from bitwright.export.files.manifest import Fingerprint
+from bitwright.export.files.run_state import read_run_state, write_run_state
 from bitwright.metrics.labels import inputs_and_labels, inputs_of
 from bitwright.metrics.metric import find_metric, is_function, needs_labels
 from bitwright.precision.candidates import (
@@ -304,7 +304,7 @@ class Measured:
         self.noise: dict[str, float] = {}
         self.scores: dict[str, Score] = {}
         if path is not None and path.is_file():
-            kept = read_kept(path)
+            kept = read_run_state(path)
             if kept.get("identity") == identity:
                 self.noise.update(kept["noise"])
                 self.scores.update(
@@ -319,7 +319,7 @@ class Measured:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         scores = {k: {"values": score.values.tolist(), "share": score.share} for k, score in self.scores.items()}
         noise = {k: value for k, value in self.noise.items() if math.isfinite(value)}
-        write_kept(
+        write_run_state(
             self._path, {"format": "bitwright-search", "identity": self._identity, "noise": noise, "scores": scores}
         )
 

@@ -27,8 +27,8 @@ import numpy as np
 from bitwright.analysis.analyze import analyze
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.errors import BitwrightError, ConfigError
-from bitwright.export.files.kept import read_kept, write_kept
 from bitwright.export.files.manifest import Fingerprint, fingerprint
+from bitwright.export.files.run_state import read_run_state, write_run_state
 from bitwright.metrics.labels import label_array
 from bitwright.precision.candidates import as_candidates, simulation_of
 from bitwright.precision.costs import present_costs
@@ -225,7 +225,7 @@ def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
             if isinstance(error, ConfigError) and error.site == "deadline":
                 report["cut"] = OUT_OF_TIME
         report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
-        write_kept(partial / REPORT, report)
+        write_run_state(partial / REPORT, report)
         if final.exists():  # the same trial, by a worker that was taken for lost
             shutil.rmtree(partial)
             return
@@ -319,7 +319,7 @@ def read_trial(folder: Path, name: str, trial: Trial | None = None) -> dict[str,
     path = folder / "trials" / name / REPORT
     if not path.parent.exists():  # a trial's folder appears whole
         return None
-    found = read_kept(path, _REMOVE_TRIAL)
+    found = read_run_state(path, _REMOVE_TRIAL)
     if trial is not None and _plain(found.get("trial")) != _plain(trial.to_dict()):
         raise ConfigError(
             str(path.parent),
@@ -414,7 +414,7 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
     (folder / "trials").mkdir(parents=True, exist_ok=True)
     path = folder / "auto.json"
     if path.is_file():
-        kept = read_kept(path)
+        kept = read_run_state(path)
         if kept.get("version") != _VERSION:
             raise ConfigError(
                 str(folder),
@@ -431,4 +431,4 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
                     "name an empty folder, or go on with the same model, data and options",
                 )
         return
-    write_kept(path, {"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)})
+    write_run_state(path, {"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)})

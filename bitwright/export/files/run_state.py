@@ -16,7 +16,7 @@ _MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in 
 _DIGEST = "digest"
 
 
-def write_kept(path: Path, content: Mapping[str, Any], *, indent: int | None = 1, allow_nan: bool = False) -> None:
+def write_run_state(path: Path, content: Mapping[str, Any], *, indent: int | None = 1, allow_nan: bool = False) -> None:
     """Write a document and its digest atomically.
 
     Raises:
@@ -26,8 +26,8 @@ def write_kept(path: Path, content: Mapping[str, Any], *, indent: int | None = 1
     write_json(path, {**content, _DIGEST: _digest(content)}, indent=indent, allow_nan=allow_nan)
 
 
-def read_kept(path: Path, remove: str = "remove it", *, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
-    """Read a document that :func:`write_kept` wrote.
+def read_run_state(path: Path, remove: str = "remove it", *, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
+    """Read a document that :func:`write_run_state` wrote.
 
     Raises:
         ConfigError: the file is damaged, or was changed since it was written.
