@@ -163,6 +163,11 @@ def _full_attention(arch: str, config: Config) -> dict[str, Any]:
     return keys
 
 
+def _phi3(arch: str, config: Config) -> dict[str, Any]:
+    """Keys of Phi-3, whose window llama.cpp reads and does not apply (PR 13676)."""
+    return _windowed(arch, config) | _full_attention(arch, config)
+
+
 def _gemma2(arch: str, config: Config) -> dict[str, Any]:
     _own_query_scale(config)
     caps = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
@@ -249,7 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", _COMMON, norm_offset=1.0),
     "gemma2": Architecture("gemma2", {**_COMMON, **_SANDWICH}, _gemma2, norm_offset=1.0),
     "gemma3_text": Architecture("gemma3", {**_COMMON, **_SANDWICH, **_HEAD_NORMS}, _gemma3, norm_offset=1.0),
-    "phi3": Architecture("phi3", {**_COMMON, **_FUSED}, _windowed),
+    "phi3": Architecture("phi3", {**_COMMON, **_FUSED}, _phi3),
     "gpt2": Architecture("gpt2", _GPT2, _gpt2, transposed=True),
 }
 

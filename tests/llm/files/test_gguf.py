@@ -253,6 +253,16 @@ def test_fields_that_a_configuration_leaves_out_are_those_of_its_class(tmp_path)
         write_checkpoint(tmp_path / "no", _floats(model), {**config, "num_attention_heads": 5}, to="gguf")
 
 
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
+def test_windows_that_llama_cpp_does_not_compute_limit_the_context(name, tmp_path, caplog):
+    config, _ = MODELS[name]
+    model = tiny(config, vocab_size=TOKENS, sliding_window=48)
+    write_checkpoint(tmp_path / "out", _floats(model), model.config.to_dict(), to="gguf")
+    keys = Reader(tmp_path / "out" / "model.gguf").keys
+    assert [keys[key] for key in keys if key.endswith("context_length")] == [48]
+    assert "the context is limited to its 48 tokens" in caplog.text
+
+
 def test_damaged_files_are_named(tmp_path):
     model = _model("llama")
     write_checkpoint(tmp_path, _floats(model), model.config.to_dict(), to="gguf")
