@@ -48,6 +48,27 @@ def test_quantize_prints_the_result_first_and_writes_files(folder: Path, tmp_pat
     assert len(written["rows"]) == 12 and written["after"]["value"] > 1 and "weights" not in written
 
 
+def test_groups_ends_and_windows_are_options(folder: Path, tmp_path: Path):
+    report = tmp_path / "report.json"
+    ends = ("--embedding", "w8", "--lm-head", "w4g16", "--rule", "role:v=float")
+    result = run("quantize", folder, "--preset", "w4g128", "--group-size", 32, *ends, "--json", report)
+    assert result.exit_code == 0, result.output
+    assert "time " in result.output and "peak memory " in result.output
+    rows = {row["role"]: row["stored"] for row in json.loads(report.read_text())["rows"]}
+    blocks = "int4 symmetric per block of"
+    assert rows.pop("embedding").startswith("int8 symmetric per channel") and rows.pop("lm_head").startswith(
+        f"{blocks} 16"
+    )
+    assert sorted(rows) == ["down", "gate", "k", "o", "q", "up"]
+    assert all(stored.startswith(f"{blocks} 32") for stored in rows.values())
+    measured = []
+    for stride in ((), ("--stride", 8)):
+        shown = run("perplexity", folder, "--text", folder / "text.txt", "--context", 16, *stride, "--tokens", 64)
+        assert " of 63 tokens" in shown.stdout or " of 60 tokens" in shown.stdout, shown.output
+        measured.append(shown.stdout)
+    assert measured[0] != measured[1]
+
+
 def test_perplexity_and_generate_run_a_folder(folder: Path):
     result = run(
         "perplexity", folder, "--text", folder / "text.txt", "--context", 32, "--tokens", 200, "--reference", folder
