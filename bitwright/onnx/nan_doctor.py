@@ -1,28 +1,24 @@
 """Find the operator of an ONNX model that turned finite numbers into NaN or Inf, and the reason.
 
-Every batch runs through a :class:`~bitwright.onnx.nan_doctor.Probe`. Where nothing is suspected, that is all. Otherwise the
-nodes around what is not finite are told to a :class:`~bitwright.core.health.report.Tracker` in execution order, steps of
-loops included, and it decides what is a fault and what is none. Only then tensors are fetched: those around the
-operators named.
+Every batch runs through a :class:`Probe`. If it suspects no value, the batch is done. Otherwise a
+:class:`~bitwright.core.health.report.Tracker` reads the nodes around the values that are not finite, in execution order and
+step by step inside loops, and decides which of them are faults. Only the tensors around those nodes are then fetched.
 
-Where inside a recurrent node a value first is not finite: the step, the direction and the gate.
+A probe is a copy of the model with graph optimisation switched off, so that no fused operator hides the one that failed.
+Only scalars leave the runtime until a tensor is asked for:
 
-Which values of a model are not finite, batch by batch, for :mod:`bitwright.onnx.nan_doctor`.
+1. ReduceSum of every float value. It carries NaN and Inf through, which ReduceMin and ReduceMax do not; but a sum of finite
+   values may overflow, so a sum that is not finite is only a suspicion.
+2. For suspected values a second run of the batch takes the sum of magnitudes, the maximum and the minimum: the first is NaN
+   where a value is, and otherwise the other two show every infinity.
+3. The few tensors that a diagnosis needs are fetched by name.
 
-A probe is a copy of the model, run as it is written: graph optimisation is off, so that no fused operator hides the
-one that failed. Nothing but scalars leaves the runtime until someone asks for a tensor:
+Half precision: ONNX Runtime computes chains of half operators on a CPU in float32 without the roundings between them, which
+would hide an overflow. An Identity after every half value keeps these roundings.
 
-1. beside every float value stands its sum. ReduceSum carries NaN and Inf through, which ReduceMin and ReduceMax do
-   not; a sum may overflow over finite values, so what it reports is a suspicion.
-2. Of suspected values the sum of magnitudes, the maximum and the minimum are taken in a second run of the batch: the
-   first shows every NaN, and where there is none the others show every infinity.
-3. Tensors are fetched by name, the few that a diagnosis is about.
-
-Half precision: ONNX Runtime computes chains of half operators on a CPU in float32 and drops the roundings between
-them, so that an overflow would not be seen. An Identity after every half value keeps the rounding where it is.
-
-Bodies of If, Loop and Scan are run step by step as models of their own (:class:`Frame`), with the tensors that they
-read from around them as inputs; what a value of a body is at iteration 7 can then be asked like any other.
+Bodies of If, Loop and Scan run step by step as models of their own (:class:`Frame`), whose inputs are the outer tensors that
+they read, so that a value of a body can be inspected at any iteration. In a recurrent node the first step, direction and gate
+that is not finite is found by computing its equations (:func:`first_bad_step`).
 """
 
 from __future__ import annotations

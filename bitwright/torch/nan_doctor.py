@@ -1,12 +1,8 @@
 """Find the call of a PyTorch model that turned finite numbers into NaN or Inf, and the reason.
 
-The model runs on the data as it is, every call seen by a :class:`~bitwright.torch.nan_doctor.Doctor`.
-
-The handler that follows NaN and Inf through the calls of a model.
-
-A sum tells whether a result is finite; only where one is not, everything around the call is measured, and the line of the
-user's code is looked up. Memory that ``torch.empty`` hands out is filled with NaN, so that what reads it before it is written
-is found in every run.
+The unchanged model runs on the data while a :class:`Doctor` follows NaN and Inf through its calls. It sums every result; only
+where a sum is not finite does it measure the operands of the call and look up the line of the user's code. Memory from
+``torch.empty`` is filled with NaN, so that a read before the first write is found in every run.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Weights that oscillate between two codes in quantization-aware training: dampening and freezing.
+"""Weights that oscillate between two codes in quantization-aware training: dampening, freezing, pivot gradients.
 
 The gradient of a rounded weight is the same on both sides of a threshold, so that a weight whose best value lies between two
 codes is driven across the threshold again and again, and batch norms never see the weights they are averaged over.
 
 Reference: Nagel et al. 2022, arXiv:2203.11086.
 
-Larger gradients for values that lie close to where their code changes (pivot gradient spiking).
-
-Straight-through gives a value the same gradient wherever it lies between two thresholds, although only one close to a
-threshold changes its code in the next step. Multiplying the gradients of those lets codes settle earlier.
-
-Counterpart: ``aimet_torch.experimental.pgs`` of AIMET 2.42, which has it on CUDA; no paper is named there.
+Pivot gradient spiking: the straight-through estimator gives a value the same gradient wherever it lies between two thresholds,
+although only a value close to a threshold changes its code in the next step. Multiplying the gradients of such values lets
+codes settle earlier. AIMET 2.42 has it for CUDA in ``aimet_torch.experimental.pgs`` and names no paper.
 """
 
 from __future__ import annotations
