@@ -677,9 +677,11 @@ def test_every_command_reads_the_same_samples(small, tmp_path, limit, count, siz
     monkeypatch.setattr("bitwright.recipes.quantize.quantize", counted("quantize"))
     monkeypatch.setattr("bitwright.onnx.check_model", counted("doctor"))
     monkeypatch.setattr("bitwright.compare.saturation.saturation", counted("saturation"))
+    monkeypatch.setattr("bitwright.compression.compress.compress", counted("compress"))
     common = (small / "m.onnx", "--data", small / "d.npz", *limit, *size)
-    for command in ("quantize", "analyze", "doctor", "auto", "saturation"):
-        out = ("--out", tmp_path / command) if command in ("quantize", "auto") else ()
+    for command in ("quantize", "analyze", "doctor", "auto", "saturation", "compress"):
+        out = ("--out", tmp_path / command) if command in ("quantize", "auto", "compress") else ()
+        out += ("--macs", "0.5") if command == "compress" else ()
         assert run(command, *common, *out).exit_code == 2
         name = "quantize" if command == "analyze" else command
         assert seen.pop(name) == count, command

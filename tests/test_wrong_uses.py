@@ -140,15 +140,26 @@ def test_nouns_of_messages_have_their_article(noun: str) -> None:
     assert with_article(noun.split()[1]) == noun
 
 
-def test_an_unknown_attribute_of_a_quantizer_is_refused() -> None:
-    site = QuantizationSimModel(net(), X).quantizers["0.weight"]
+@pytest.mark.parametrize("front_end, name", [("torch", "0.weight"), ("onnx", "w")])
+def test_an_unknown_attribute_of_a_quantizer_is_refused(front_end: str, name: str) -> None:
+    sim = QuantizationSimModel(net(), X) if front_end == "torch" else OnnxSim(onnx_net())
+    site = sim.quantizers[name]
     for target in (site, site.quantizer):
-        with pytest.raises(UnknownAttributeError, match=r"0\.weight: 'enabledd' .*did you mean 'enabled'.*Remedy"):
+        with pytest.raises(UnknownAttributeError, match=rf"{name}: 'enabledd' .*did you mean 'enabled'.*Remedy"):
             target.enabledd = False  # type: ignore[union-attr]
         with pytest.raises(AttributeError, match="bits are part of the spec"):
             target.bitz = 4  # type: ignore[union-attr]
         target.enabled = False
     assert not site.enabled
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_a_rule_that_matches_nothing_is_said_at_construction(front_end: str, caplog: pytest.LogCaptureFixture) -> None:
+    rules = {"rules": [{"match": "nothing_here", "output": None}]}
+    QuantizationSimModel(net(), X, config_file=rules) if front_end == "torch" else OnnxSim(
+        onnx_net(), config_file=rules
+    )
+    assert "name='nothing_here', port='output'): nothing in the model has this name and port" in caplog.text
 
 
 @pytest.mark.parametrize("front_end", ["torch", "onnx"])
