@@ -1,4 +1,4 @@
-"""What of a model's architecture a target runs slowly: a table of rules about operators, for models of either front end."""
+"""Parts of a model's architecture that a target runs slowly: a table of rules about operators, for models of either front end."""
 
 from __future__ import annotations
 

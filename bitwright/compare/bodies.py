@@ -1,4 +1,4 @@
-"""Verification inside If, Loop and Scan: what ran of their bodies is put into the main graph, and recurrent steps side by side.
+"""Verification inside If, Loop and Scan: the iterations that ran are unrolled into the main graph, recurrent steps side by side.
 
 :mod:`bitwright.compare.cut` takes a main graph apart at its quantizers. So an If is replaced by the branch that the
 simulation took, a Loop or Scan by one copy of its body per iteration of the simulation; each quantizer in a copy is a run of

@@ -1,4 +1,4 @@
-"""Outputs whose rows an operator chose before the last layers: rows are compared that the same index chose."""
+"""Outputs whose rows an operator selected before the last layers: only rows of the same index are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Something cheaper in place of blocks: a linear layer that was fitted to the block, the input as it is, or nothing.
+"""Replace blocks by something cheaper: a linear layer fitted to the block, the unchanged input, or nothing.
 
 A block makes a tensor of the shape that it reads: attention, a feed-forward network, a residual block of convolutions. Of a
 module it is an innermost module of several layers, of an ONNX model a branch that a residual sum adds to what it reads. Its

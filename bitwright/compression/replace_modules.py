@@ -1,4 +1,4 @@
-"""Blocks of a module that can be replaced: innermost modules of several layers that make a tensor of the shape that they read."""
+"""Blocks of a module that can be replaced: innermost modules of several layers whose output has the shape of their input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights set to zero: by magnitude, by what they multiply (Wanda), with the others making up for them (SparseGPT), or by what
+"""Set weights to zero: by magnitude, by magnitude times input (Wanda), with the others making up for them (SparseGPT), or by what
 training did to them (movement).
 
 A weight is a matrix ``W [O, K]`` of what each output multiplies; patterns of zeros run along ``K``:

@@ -1,4 +1,4 @@
-"""Blocks of a module: members of its containers that make a tensor of the shape that they read."""
+"""Blocks of a module: members of its containers whose output has the shape of their input."""
 
 from __future__ import annotations
 
