@@ -265,7 +265,7 @@ class Reported(Tabular):
             before, after = self.metrics["float"], self.metrics["quantized"]
             row = self.metric
             said = f"metric: float {before:.5g} -> quantized {after:.5g} ({after - before:+.3g})"
-            yield said if row is None else f"{said}, {row.name} {row.difference.text}"
+            yield said if row is None else f"{said}; {row.name}: {row.difference.text}"
         yield from self._against_plain
         yield self.quantized
         if self.exported is not None:

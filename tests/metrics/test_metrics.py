@@ -196,7 +196,7 @@ def test_quantize_takes_pairs_with_an_interval(loader):
     row = result.metric
     assert row.name == "top1" and row.difference.n == 64 and row.difference.low is not None
     assert result.metrics == {"float": row.float, "quantized": row.quantized} and row.float > 0.8
-    assert "metric: float 0.8" in str(result) and ", top1 " in str(result) and "95 % interval" in str(result)
+    assert "metric: float 0.8" in str(result) and "; top1: " in str(result) and "95 % interval" in str(result)
     again = bitwright.quantize(
         network(), loader, metric="top1", recipe=["fold"], transform=lambda b: b[0], labels=lambda b: b[1]
     )
