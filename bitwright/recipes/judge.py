@@ -41,6 +41,7 @@ Names = Callable[[], Sequence[str]]
 _EVERY, _BATCHES = 5, 16
 _FEW, _QUARTER = 4, 4  # a fifth of less than four samples makes no interval: a quarter is held out then, or four
 _LEAST_NOISE = 1e-8  # of the signal
+_NEAR = 2  # samples on either side of a cut that are run to see whether samples depend on each other
 _BEYOND = -10 * math.log10(_LEAST_NOISE)  # dB
 _ENOUGH, _SAME = 50.0, 0.1  # dB of a part beyond which more is worth nothing; differences that are none
 
@@ -108,9 +109,11 @@ class Judge:
         cut = _last_samples(batches, outputs)
         if cut is None:  # a quarter of the data and more would be missed in the choice of weights
             return cls.of_seen(batches[0], batches, outputs, names), data
-        rest, last = cut
+        rest, last, found = cut
         judge = cls([last], outputs, names=names, whence="the last samples of the data")
         judge.left_out = judge.batches
+        if found is not None:
+            judge._float_outputs = [found]
         return judge, rest
 
     @classmethod
@@ -408,8 +411,11 @@ def _held_out(count: int, data: Iterable[Any] = ()) -> int:
     return max(held, min(-(-_FEW // rows), count // _QUARTER))
 
 
-def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], Any] | None:
-    """Batches with the last one cut by a fifth of its samples, and that part; ``None`` where it cannot be divided."""
+def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], Any, list[Array] | None] | None:
+    """Batches with the last one cut by a fifth of its samples, that part, and the model's outputs of it if it was run.
+
+    ``None`` where the last batch cannot be divided.
+    """
     if not batches:
         return None
     count, total = samples_in(batches[-1]), sum(map(samples_in, batches))
@@ -417,26 +423,47 @@ def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], 
     if not held or (held == count and len(batches) == 1):
         return None
     if held == count:
-        return [*batches[:-1]], batches[-1]
+        return [*batches[:-1]], batches[-1], None
     begin, end = slice_samples(batches[-1], 0, count - held), slice_samples(batches[-1], count - held, count)
-    if begin is None or not _computed_apart(outputs, batches[-1], begin, end):
-        return None
-    return [*batches[:-1], begin], end
+    found = None if begin is None else _computed_apart(outputs, batches[-1], count - held)
+    return None if found is None else ([*batches[:-1], begin], end, found)
 
 
-def _computed_apart(outputs: Outputs, batch: Any, *parts: Any) -> bool:
-    """Whether the outputs of consecutive ``parts`` of a batch equal those of the whole batch up to rounding."""
+def _computed_apart(outputs: Outputs, batch: Any, first: int) -> list[Array] | None:
+    """The outputs of a batch from sample ``first`` on, where they do not depend on what else is in the batch; else ``None``.
+
+    Outputs of two samples before it and two from it on are compared with those of all samples from it on.
+    """
+    count = samples_in(batch)
+    begin, end = max(first - _NEAR, 0), min(first + _NEAR, count)
     try:
-        whole, *pieces = ([np.array(y) for y in outputs(some)] for some in (batch, *parts))
+        parts = slice_samples(batch, begin, end), slice_samples(batch, first, count)
+        near, found = ([np.array(y) for y in outputs(part)] for part in parts)
     except Exception:  # of the model's own code; if it is not about the size, calibration raises it again
+        return None
+    apart = len(near) == len(found) and all(
+        _same_rows(
+            _of_samples(a, end - begin, first - begin, end - begin), _of_samples(b, count - first, 0, end - first)
+        )
+        for a, b in zip(near, found, strict=True)
+    )
+    return found if apart else None
+
+
+def _of_samples(y: Array, count: int, first: int, last: int) -> Array | None:
+    """The rows of samples ``[first, last)`` of ``count``; ``None`` where the first axis is not one of samples."""
+    if not y.ndim or len(y) % count:
+        return None
+    rows = len(y) // count
+    return y[first * rows : last * rows]
+
+
+def _same_rows(a: Array | None, b: Array | None) -> bool:
+    """Whether two arrays are equal up to rounding."""
+    if a is None or b is None or a.shape != b.shape:
         return False
-    for y, *found in zip(whole, *pieces, strict=True):
-        if any(f.ndim != y.ndim or not y.ndim or f.shape[1:] != y.shape[1:] for f in found):
-            return False
-        joined, scale = np.concatenate(found), float(np.nanmax(np.abs(y), initial=0.0)) if y.dtype.kind == "f" else 0.0
-        if joined.shape != y.shape or not np.allclose(joined, y, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
-            return False
-    return True
+    scale = float(np.nanmax(np.abs(a), initial=0.0)) if a.dtype.kind == "f" else 0.0
+    return np.allclose(a, b, rtol=1e-3, atol=1e-4 * scale, equal_nan=True)
 
 
 def _spread(first: int, last: int, most: int) -> frozenset[int]:
