@@ -263,7 +263,13 @@ def with_samples(batches: Iterable[Any]) -> Iterator[Any]:
         CalibrationError: as :func:`refuse_empty`, at the batch, as far as arrays in tuples, lists and mappings show it.
     """
     for number, batch in enumerate(batches):
-        refuse_empty(number, {f"input {i}": tuple(array.shape) for i, array in enumerate(arrays_in(batch))})
+        named = batch if isinstance(batch, Mapping) else {"input": batch}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, part in named.items():
+            arrays = list(arrays_in(part))
+            several = len(arrays) > 1 or part is batch
+            shapes |= {f"{name} {i}" if several else str(name): tuple(a.shape) for i, a in enumerate(arrays)}
+        refuse_empty(number, shapes)
         yield batch
 
 
