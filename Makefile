@@ -24,7 +24,7 @@ check docs: export NO_MKDOCS_2_WARNING = 1
 help:
 	@echo "make demo    train a small network on real digits, quantize it, run it on integer kernels"
 	@echo "make test    the quick tests: 10,000 in 2.5 minutes"
-	@echo "make test-all  the quick tests, then those that take more than 0.07 s and the slow ones: trained models, notebooks, scaling"
+	@echo "make test-all  the quick tests, then those that take more than 0.05 s and the slow ones: trained models, notebooks, scaling"
 	@echo "make check   format, lint, types, examples in documentation and docstrings"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make docs    the documentation site, in build/docs"

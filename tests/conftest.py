@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
-# Tests that take more than 0.07 s of CPU time, as measured: tools/test_time.py writes the list.
+# Tests that take more than 0.05 s of CPU time, as measured: tools/test_time.py writes the list.
 _COSTLY = Path(__file__).with_name("costly.txt")
 
 

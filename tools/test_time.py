@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path, help="what pytest printed")
     parser.add_argument(
-        "--seconds", type=float, default=0.07, help="of the mean variant of a costly test (default: 0.07)"
+        "--seconds", type=float, default=0.05, help="of the mean variant of a costly test (default: 0.05)"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the names of the costly tests")
     options = parser.parse_args()
