@@ -4,8 +4,9 @@
 
 ``stories260k`` as a Llama of transformers, its ``down_proj`` layers (172 inputs, no multiple of 32) in float, for
 GPTQ and AWQ also the other two of each MLP. Where the engine unpacks to bfloat16 the model is simulated as transformers loads it
-in bfloat16. The perplexity is of 32 stories; tokens are 32 greedy ones after each of 8 beginnings of stories. Needs the developer
-data set (see tests/support/data.py) and ``pip install 'bitwright[engines]'``.
+in bfloat16, and for GGUF with inputs of layers rounded as llama.cpp rounds them. The perplexity is of 32 stories, of GGUF of 240
+tokens of 3 stories (its engine takes a call for each); tokens are 32 greedy ones after each of 8 beginnings of stories. Needs the
+developer data set (see tests/support/data.py) and ``pip install 'bitwright[engines]'``.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.formats import SCALE_FORMATS
+from bitwright.core.numerics.granularity import PerBlock, PerToken
 from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, activation_spec, dynamic_spec, weight_spec
+from bitwright.core.placement.config import make_rules
 from bitwright.core.placement.rules import Rule, default_rules
-from bitwright.llm import PackedWeight, packed_weights, read_checkpoint, write_simulation
+from bitwright.llm import PackedWeight, open_engine, packed_weights, perplexity, read_checkpoint, write_simulation
 from bitwright.llm.packed import signed
 from bitwright.torch import QuantizationSimModel
 from tests.llm.models import greedy, llama_cpp, write_tokenizer
@@ -62,7 +65,12 @@ def simulated(model: Any, kind: str, spec: QuantSpec | str) -> QuantizationSimMo
         rules = Preset(weight_spec(_WEIGHTS[spec.format.name]), spec) if spec.dynamic else Preset(spec, None)
     batches = [batch[:, :-1] for batch in data.stories("calib").split(8)]
     config = None
-    if rules is None:
+    if kind == "gguf":
+        inputs = dynamic_spec("int8", PerToken(32), scale_format=SCALE_FORMATS["float16"])
+        off = ("role:embedding", "role:lm_head", "*down_proj*")
+        config = make_rules(None, Preset(spec, inputs)).extended([Rule(match, quantized=False) for match in off])  # type: ignore[arg-type]
+        rules = None
+    elif rules is None:
         config = default_rules(weight_spec("int8"), activation_spec("int8", symmetry="symmetric")).extended(
             [
                 Rule("*", port="output", quantized=False),
@@ -89,7 +97,7 @@ def in_bfloat16(model: Any) -> Any:
 
 def row_of(model: Any, kind: str, name: str, spec: QuantSpec | str) -> list[str]:
     sim = simulated(in_bfloat16(model) if name in IN_BFLOAT16 else model, kind, spec)
-    begun, scored = data.stories()[:8, :6], data.stories()[:32]
+    begun, scored = data.stories()[:8, :6], data.stories()[:3, :80] if kind == "gguf" else data.stories()[:32]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(Path(folder), 300)
         write_simulation(f"{folder}/out", sim, to=kind, tokenizer=tokenizer)
@@ -101,6 +109,7 @@ def row_of(model: Any, kind: str, name: str, spec: QuantSpec | str) -> list[str]
         there = "-"
         if kind == "gguf":
             tokens, _ = llama_cpp(Path(folder, "out/model.gguf"), begun.tolist())
+            there = f"{perplexity(open_engine(f'{folder}/out').logits, scored, context=scored.shape[1]).value:.4f}"
         elif kind in ("gptq", "awq"):
             return [kind, name, f"{equal:.0%}", f"{here:.4f}", "-", "-"]
         else:
