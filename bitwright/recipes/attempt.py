@@ -494,9 +494,14 @@ class Attempt(Runner):
         absorb_bias: bool = False,
         keep_bounds: bool = False,
         only_without_attention: bool = False,
+        weight_noise: float = 1.0,
+        worth: float = 0.0,
         samples: int | None = None,
     ) -> EqualizeReport:
         """Equalize with the moments of folded batch norms; ``only_without_attention`` skips models with attention.
+
+        ``weight_noise`` is the share of the noise of nearest rounding that weights will have, ``worth`` how many dB less noise
+        is expected at least of a model that is equalized.
 
         Other moments are measured on ``samples`` of the data, or on all of them.
         """
@@ -508,7 +513,8 @@ class Attempt(Runner):
         if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
         moments = {**before.moments, **own.moments}
-        options = {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
+        options: dict[str, Any] = {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
+        options |= {"weight_noise": weight_noise, "worth": worth}
         data = (part for batch, _ in first_samples(job.chosen, samples) for part in job.parts(batch))
         return equalize_opened(opened, moments, job.progress, data=data, **options)
 

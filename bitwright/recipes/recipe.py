@@ -284,7 +284,7 @@ _OWN: dict[str, Kind] = {
         ("fold", *_BLOCKS, "prune", "svd", "equalize", "smooth", "rotate", "awq"),
         run="bitwright.compression.sparsify.sparsify_model",
     ),
-    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold", "prune"), gain=0.0),
+    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold", "prune"), gain=0.0, apart=True),
     "smooth": Kind(
         "float",
         "move activation outliers into weights",

@@ -296,7 +296,7 @@ class Read:
 
 
 class Network(nn.Module):
-    """Convolutions with batch norms; counts the samples that it computes, its copies included."""
+    """Convolutions with batch norms of unequal channels; counts the samples that it computes, its copies included."""
 
     samples = 0
 
@@ -305,6 +305,7 @@ class Network(nn.Module):
         torch.manual_seed(0)
         wide, deep = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8, padding=1)
         layers = (wide, nn.BatchNorm2d(8), nn.ReLU(), deep, nn.BatchNorm2d(8), nn.ReLU())
+        layers[1].weight.data = 10.0 ** torch.linspace(-1, 1, 8)  # so that equalization is worth a trial
         self.body, self.head = nn.Sequential(*layers), nn.Linear(8, 4)
 
     def forward(self, x):

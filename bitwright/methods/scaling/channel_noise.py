@@ -13,14 +13,14 @@ and deviation of a batch norm, without data, or else measured on data.
 A ReLU6 between two equalized layers would have to clip each channel at its own bound, ``6 / s[c]``. No integer kernel does
 that, while one bound for all channels is the end of the output's grid. Factors of at most 1 keep the function: a channel
 grows until it fills the common range, what was clipped at 6 is clipped as before where ``s[c]`` is 1, and a channel that
-never reached its bound does not reach it afterwards either (:func:`within_bounds`).
+never reached its bound does not reach it afterwards either (:func:`bounds_of_factors`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ from bitwright.methods.scaling.smooth import check_finite, observe, observe_arra
 
 #: largest values are smoothed to ``log(sum(x**SHARPNESS)) / SHARPNESS``, so that descent has a gradient
 SHARPNESS = 48
+#: product of a step and the change of the gradient over it below which they tell nothing of the curvature
+_LEAST_PRODUCT = 1e-12
 #: how much of an error of the mean counts: bias correction takes most of it out again, where it is done
 MEAN_COUNTS = 0.25
 #: squared steps over squared largest values, 8 bits: weights symmetric, activations from zero; and the variance of an error
@@ -43,6 +45,8 @@ _WEIGHT, _ACTIVATION = 1 / (12 * 127**2), 1 / (12 * 255**2)
 MAX_ROUNDS = 400
 #: rounds after which the curvature is asked again
 _REFRESH = 5
+#: difference of the noise's logarithm over ten rounds that ends a search within bounds: 0.04 dB
+_CLOSE = 1e-2
 #: a sharpness at which the largest value is exact
 _EXACT = 1e6
 #: variances, and sums of products of them, below which a channel counts as constant
@@ -280,17 +284,20 @@ def descend(
     start: Array,
     *,
     curvature: Callable[[Array], Array] | None = None,
+    bounds: tuple[Array, Array] | None = None,
     tolerance: float = 1e-4,
     memory: int = 10,
     bar: Bar = no_bar,
 ) -> tuple[Array, int]:
-    """Minimise a smooth convex function by L-BFGS.
+    """Minimise a smooth convex function by L-BFGS, within bounds.
 
     Args:
         function: value and gradient at a point.
-        start: shape [K].
+        start: shape [K]; taken to the nearest point within the bounds.
         curvature: about the second derivative by each coordinate alone at a point, positive; asked every few rounds. Fewer
-            rounds are needed with it where coordinates differ.
+            rounds are needed with it where coordinates differ and none is at a bound.
+        bounds: least and greatest value of each coordinate, both of shape [K]; none by default. A coordinate at its bound stays
+            there while the gradient points outwards, and steps end at the bounds.
         tolerance: ends when ten rounds lowered the value by less.
         memory: pairs of steps and changes of the gradient that are kept.
         bar: shows the rounds.
@@ -298,9 +305,12 @@ def descend(
     Returns:
         The best point, shape [K], and the number of rounds.
 
-    Reference: Nocedal 1980, Updating quasi-Newton matrices with limited storage.
+    References: Nocedal 1980, Updating quasi-Newton matrices with limited storage; Bertsekas 1982, Projected Newton methods for
+    optimization problems with simple constraints.
     """
-    x, (value, gradient) = start, function(start)
+    least, most = (-np.inf, np.inf) if bounds is None else bounds
+    x = np.clip(start, least, most)
+    value, gradient = function(x)
     pairs: list[tuple[Array, Array]] = []
     values = [value]
     scale: Array | float = 1.0
@@ -309,13 +319,14 @@ def descend(
             break
         if curvature is not None and i % _REFRESH == 0:
             scale = 1 / curvature(x)
-        found = _line_search(function, x, value, gradient, _direction(gradient, pairs, scale))
+        moving = np.where(gradient > 0, x > least, x < most)
+        direction = _direction(gradient * moving, [(s * moving, c * moving) for s, c in pairs], scale)
+        found = _line_search(function, x, value, gradient, direction, (least, most))
         if found is None:
             break
         point, value, slope = found
         step, change = point - x, slope - gradient
-        if _dot(step, change) > 1e-12:
-            pairs = [*pairs, (step, change)][-memory:]
+        pairs = [*pairs, (step, change)][-memory:]
         x, gradient = point, slope
         values.append(value)
     return x, len(values) - 1
@@ -330,6 +341,7 @@ def _direction(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Arr
         scale: to begin with, an inverse Hessian that is diagonal, up to a factor that the last pair says.
     """
     q, weights = gradient.copy(), []
+    pairs = [(step, change) for step, change in pairs if _dot(step, change) > _LEAST_PRODUCT]
     for step, change in reversed(pairs):
         weights.append(_dot(step, q) / _dot(step, change))
         q -= weights[-1] * change
@@ -352,15 +364,19 @@ def _dot(a: Array, b: Array) -> float:
 
 
 def _line_search(
-    function: Callable[[Array], tuple[float, Array]], x: Array, value: float, gradient: Array, direction: Array
+    function: Callable[[Array], tuple[float, Array]],
+    x: Array,
+    value: float,
+    gradient: Array,
+    direction: Array,
+    bounds: tuple[Array | float, Array | float],
 ) -> tuple[Array, float, Array] | None:
-    """The first of halved steps that lowers the value enough (Armijo); ``None`` when none does."""
-    slope = _dot(gradient, direction)
+    """The first of halved steps, cut at the bounds, that lowers the value enough (Armijo); ``None`` when none does."""
     for halvings in range(20):
-        length = 0.5**halvings
-        point = x + length * direction
+        point = np.clip(x + 0.5**halvings * direction, *bounds)
         there, its_gradient = function(point)
-        if there <= value + 1e-4 * length * slope and slope < 0:
+        slope = _dot(gradient, point - x)
+        if there <= value + 1e-4 * slope and slope < 0:
             return point, there, its_gradient
     return None
 
@@ -459,24 +475,28 @@ def quietest_factors(
     channels: Sequence[Channels | None],
     moments: Moments,
     fixed: Sequence[Array],
+    bounds: Sequence[Bounds],
+    weight_noise: float = 1.0,
     bar: Bar = no_bar,
 ) -> tuple[list[Array], int, tuple[float, float]]:
-    """Factors that minimise the rounding noise of weights and activations.
+    """Factors that minimise the rounding noise of weights and activations, within bounds.
 
     Args:
         groups: in execution order.
         weights: of their layers, by name.
         channels: per group what its values are; a group without stays at ``fixed``.
         moments: layer -> mean and standard deviation of its output.
-        fixed: per group the factors to begin with, positive, shape [channels].
+        fixed: per group the factors to begin with, positive and within ``bounds``, shape [channels].
+        bounds: per group those of its factors.
+        weight_noise: as for :func:`grids_of`.
         bar: shows the rounds.
 
     Returns:
-        Per group the factors that its channels are divided by, scaled such that the largest value of the activation
-        stays what it is; the number of rounds; and the noise before any factor and with them: per tensor the power of
+        Per group the factors that its channels are divided by, without bounds scaled such that the largest value of the
+        activation stays what it is; the number of rounds; and the noise before any factor and with them: per tensor the power of
         its rounding over that of the signal, at 8 bits, summed over the tensors.
     """
-    grids = grids_of(groups, weights, channels, moments)
+    grids = grids_of(groups, weights, channels, moments, weight_noise)
     if not grids:
         return list(fixed), 0, (0.0, 0.0)
     free = [np.full(g.channels, known is not None) for g, known in zip(groups, channels, strict=True)]
@@ -489,11 +509,20 @@ def quietest_factors(
         return float(np.log(value)), np.where(movable, gradient / value, 0.0)
 
     start = np.append(np.log(np.concatenate(list(fixed))), 0.0)
-    found, rounds = descend(logarithm, start, curvature=noise.curvature, bar=bar)
+    with np.errstate(divide="ignore"):
+        least, most = (np.append(np.log(np.concatenate(ends)), 0.0) for ends in zip(*bounds, strict=True))
+    if np.isfinite(most[:-1]).any():
+        found, rounds = descend(logarithm, start, bounds=(least, most), tolerance=_CLOSE, bar=bar)
+    else:
+        found, rounds = descend(logarithm, start, curvature=noise.curvature, bar=bar)
     exact = RoundingNoise(grids, len(movable), _EXACT)
     before, after = (exact(x)[0] for x in (np.zeros_like(found), found))
     logs = np.split(found[:-1], np.cumsum([group.channels for group in groups])[:-1])
-    return ([np.exp(s + _back(s, known)) for s, known in zip(logs, channels, strict=True)], rounds, (before, after))
+    back = [
+        0.0 if np.isfinite(end).all() else _back(s, known)
+        for s, known, (_, end) in zip(logs, channels, bounds, strict=True)
+    ]
+    return [np.exp(s + by) for s, by in zip(logs, back, strict=True)], rounds, (before, after)
 
 
 def _back(log_factors: Array, known: Channels | None) -> float:
@@ -506,14 +535,20 @@ def _back(log_factors: Array, known: Channels | None) -> float:
 
 
 def grids_of(
-    groups: Sequence[Group], weights: Mapping[str, Array], channels: Sequence[Channels | None], moments: Moments
+    groups: Sequence[Group],
+    weights: Mapping[str, Array],
+    channels: Sequence[Channels | None],
+    moments: Moments,
+    weight_noise: float = 1.0,
 ) -> list[Grid]:
     """The weights and activations that the factors of known groups change; arguments as in :func:`quietest_factors`.
 
-    Their factors are those of all groups one after the other, and a last one that stands for "none".
+    The rounding errors of weights count by the share ``weight_noise`` of nearest rounding's, which is less than 1 where a later
+    method rounds them better. The factors are those of all groups one after the other, and a last one that stands for "none".
     """
     model = _Model(groups, weights, channels, moments)
-    return [*model.weight_grids(), *model.activation_grids()]
+    rounded = [replace(grid, step=grid.step * weight_noise) for grid in model.weight_grids()]
+    return [*rounded, *model.activation_grids()]
 
 
 @dataclass(frozen=True)
@@ -654,6 +689,8 @@ def _log(sizes: Array) -> Array:
 
 #: activation that cuts -> least and greatest value of each channel before it, float64, shape [channels]
 Extremes = Mapping[str, tuple[Array, Array]]
+Bounds = tuple[Array, Array]
+"""Least and greatest factor of each channel of a group, float64, shape [channels]; 0 and infinity for none."""
 #: values that other data may have, over the largest seen; costs a channel a bit at most
 MARGIN = 2.0
 #: no channel grows more: five bits of eight
@@ -693,22 +730,23 @@ def measured_extremes(
     return {name: (-ends[value][0], ends[value][1]) for value, (name, _, _) in found.items()}
 
 
-def within_bounds(group: Group, factors: Array, extremes: Extremes) -> Array:
-    """The factors closest to ``factors`` under which no bound clips additional values.
+def bounds_of_factors(group: Group, extremes: Extremes | None) -> Bounds:
+    """Least and greatest factor of each channel under which no activation cuts additional values.
 
     Args:
         group: of layers that share channels.
-        factors: what the channels of its value would best be divided by, positive, shape [channels].
-        extremes: of the activations that cut.
+        extremes: of the activations that cut and are to cut where they do; ``None`` where they are changed with the factors.
 
     Returns:
-        ``factors`` where nothing cuts; else none above 1, none below :data:`LEAST`, and none below :data:`MARGIN` times the
-        share of the bound that the channel reached.
+        At most 1; at least :data:`LEAST`, and :data:`MARGIN` times the share of the bound that the channel reached. Of a group
+        in which nothing cuts, 0 and infinity.
     """
+    if extremes is None or not group.clips:
+        return np.zeros(group.channels), np.full(group.channels, np.inf)
     least = np.full(group.channels, LEAST)
     for op, _ in group.clips:
         np.maximum(least, _reached(op, *extremes[op.name]) * MARGIN, out=least)
-    return np.clip(factors, np.minimum(least, 1.0), 1.0) if group.clips else factors
+    return np.minimum(least, 1.0), np.ones(group.channels)
 
 
 def _reached(op: Op, low: Array, high: Array) -> Array:

@@ -12,6 +12,7 @@ gate, and activations that cut at fixed bounds (ReLU6), whose bounds are divided
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,13 +44,14 @@ from bitwright.methods.layers import (
     sift,
 )
 from bitwright.methods.scaling.channel_noise import (
+    Bounds,
     Channels,
     Extremes,
+    bounds_of_factors,
     channels_of,
     measured_extremes,
     measured_moments,
     quietest_factors,
-    within_bounds,
 )
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular, counted
@@ -236,6 +238,8 @@ def equalize(
     absorb_bias: bool = False,
     only: Set[tuple[str, str]] | None = None,
     keep_bounds: bool = False,
+    weight_noise: float = 1.0,
+    worth: float = 0.0,
     bar: Bar = no_bar,
 ) -> EqualizeReport:
     """Equalize every possible group of layers, keeping the model's function.
@@ -253,6 +257,10 @@ def equalize(
         keep_bounds: let activations cut where they do, as one number for all channels, which integer kernels do without an
             operator of its own. Factors are then limited to those under which nothing on ``data`` is cut that was not:
             :mod:`bitwright.methods.scaling.channel_noise`.
+        weight_noise: share of the noise of weights rounded to nearest that counts, above 0: less than 1 where a later method
+            rounds them better.
+        worth: dB that the expected noise of rounding falls by at least; the model is left alone where it is known to fall by
+            less.
         bar: shows checks and rounds.
 
     Returns:
@@ -269,7 +277,10 @@ def equalize(
     batches = list(data) if keep_bounds and data is not None else data  # which are run twice
     known, channels = _what_is_known(view, layers.graph, groups, statistics or {}, batches, bar)
     extremes = measured_extremes(view, groups, batches, bar) if keep_bounds else None
-    planner = _Planner(view, channels, known, extremes, bar)
+    planner = _Planner(view, channels, known, extremes, weight_noise, bar)
+    if worth and (noise := planner.plan(groups).noise) is not None and (less := _decibel(*noise)) < worth:
+        why = f"left alone, as the noise of rounding would fall by {less:.1f} dB, and {worth:g} are asked for"
+        return EqualizeReport(refused=tuple(refused), noise=noise, statistics=dict(known), left_alone=why, view=view)
     kept, rejected = sift(groups, lambda some: view.edit(planner.plan(some).edits), check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
     done = planner.plan(kept)
@@ -288,6 +299,11 @@ def equalize(
             report.undo()
             raise
     return report
+
+
+def _decibel(before: float, after: float) -> float:
+    """How much less noise there is, in dB; 0 where there was none."""
+    return 10 * math.log10(before / after) if before > 0 and after > 0 else 0.0
 
 
 def _what_is_known(
@@ -381,9 +397,10 @@ class _Planner:
         channels: Mapping[str, Channels | None],
         statistics: Moments,
         extremes: Extremes | None,
+        weight_noise: float,
         bar: Bar,
     ) -> None:
-        self._view, self._statistics, self._bar = view, statistics, bar
+        self._view, self._statistics, self._weight_noise, self._bar = view, statistics, weight_noise, bar
         self._extremes = extremes  # where bounds are kept
         self._channels = channels  # by the first producer of a group
         self._last: tuple[tuple[str, ...], _Plan] | None = None
@@ -399,9 +416,10 @@ class _Planner:
         names = dict.fromkeys(layer.weight for group in groups for layer in group.layers)
         weights = {name: self._view.param(name) for name in names}
         channels = [self._channels[group.producers[0].op] for group in groups]
-        factors, rounds, noise = _factors(groups, weights, channels, self._statistics, self._bar)
-        if self._extremes is not None:
-            factors = [within_bounds(group, s, self._extremes) for group, s in zip(groups, factors, strict=True)]
+        bounds = [bounds_of_factors(group, self._extremes) for group in groups]
+        factors, rounds, noise = _factors(
+            groups, weights, channels, self._statistics, bounds, self._weight_noise, self._bar
+        )
         edits, _ = rescaling(self._view, groups, factors, bounds=self._extremes is None)
         before = _spread(groups, weights)
         weights.update({edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights})
@@ -413,15 +431,18 @@ def _factors(
     weights: Mapping[str, Array],
     channels: Sequence[Channels | None],
     statistics: Mapping[str, tuple[Array, Array]],
+    bounds: Sequence[Bounds],
+    weight_noise: float,
     bar: Bar,
 ) -> tuple[list[Array], int, tuple[float, float] | None]:
-    """Factors of every group, the number of rounds, and the noise where values are known."""
+    """Factors of every group within its bounds, the number of rounds, and the noise where values are known."""
     fixed, rounds = [np.ones(group.channels) for group in groups], 0
     if any(known is None for known in channels):
         fixed, rounds = converged_factors(groups, weights, bar)
+        fixed = [np.clip(s, *ends) for s, ends in zip(fixed, bounds, strict=True)]
     if all(known is None for known in channels):
         return fixed, rounds, None
-    factors, descents, noise = quietest_factors(groups, weights, channels, statistics, fixed, bar)
+    factors, descents, noise = quietest_factors(groups, weights, channels, statistics, fixed, bounds, weight_noise, bar)
     return factors, rounds + descents, noise
 
 

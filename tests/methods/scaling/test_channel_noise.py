@@ -19,6 +19,7 @@ from bitwright.methods.scaling.channel_noise import (
     MAX_ROUNDS,
     Grid,
     RoundingNoise,
+    bounds_of_factors,
     channels_of,
     descend,
     grids_of,
@@ -84,6 +85,11 @@ def test_the_logarithm_is_convex(seed):
     assert value[1] <= (value[0] + value[2]) / 2 + 1e-6
 
 
+def free(groups):
+    """No bounds of the factors."""
+    return [bounds_of_factors(group, None) for group in groups]
+
+
 def test_descent_finds_the_minimum_of_a_bad_quadratic():
     curvature, best = 10.0 ** np.arange(-2, 4), np.arange(6.0)
     found, rounds = descend(
@@ -91,6 +97,31 @@ def test_descent_finds_the_minimum_of_a_bad_quadratic():
     )
     np.testing.assert_allclose(found, best, atol=1e-3)
     assert rounds < 100
+
+
+def test_descent_ends_at_bounds_where_the_minimum_lies_beyond_them():
+    """Without mixed terms each coordinate has its minimum at the nearest end."""
+    curvature, best = 10.0 ** np.arange(-2, 4), np.arange(6.0)
+    least, most = np.full(6, 1.5), np.array([np.inf, np.inf, np.inf, np.inf, 2.0, 5.5])
+    found, _ = descend(
+        lambda x: (float(curvature @ (x - best) ** 2), 2 * curvature * (x - best)), np.zeros(6), bounds=(least, most),
+        tolerance=1e-12,
+    )  # fmt: skip
+    np.testing.assert_allclose(found, [1.5, 1.5, 2.0, 3.0, 2.0, 5.0], atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_found_within_bounds_is_no_worse_than_anything_drawn_there(seed):
+    rng, noise = np.random.default_rng(seed), RoundingNoise(grids(seed), 6)
+    ends = np.sort(rng.normal(size=(2, 6)), axis=0)
+
+    def logarithm(x):
+        value, gradient = noise(x)
+        return np.log(value), gradient / value
+
+    found, _ = descend(logarithm, np.zeros(6), bounds=(ends[0], ends[1]), tolerance=1e-9)
+    assert (found >= ends[0]).all() and (found <= ends[1]).all()
+    assert logarithm(found)[0] <= min(logarithm(x)[0] for x in rng.uniform(*ends, (200, 6))) + 1e-6
 
 
 def test_descent_stops_where_nothing_lowers_the_value():
@@ -180,9 +211,9 @@ def test_least_noise_beats_equal_ranges():
 def test_no_start_and_no_neighbour_is_better():
     groups, weights, channels, moments = parts(network())
     ones = [np.ones(group.channels) for group in groups]
-    factors, _, (_, noise) = quietest_factors(groups, weights, channels, moments, ones)
+    factors, _, (_, noise) = quietest_factors(groups, weights, channels, moments, ones, free(groups))
     elsewhere, _ = converged_factors(groups, weights)
-    others, _, (_, other) = quietest_factors(groups, weights, channels, moments, elsewhere)
+    others, _, (_, other) = quietest_factors(groups, weights, channels, moments, elsewhere, free(groups))
     assert other == pytest.approx(noise, rel=0.02)
     for seed in range(5):
         rng = np.random.default_rng(seed)
@@ -200,7 +231,7 @@ def quiet(groups, weights, channels, moments, factors):
 def test_the_largest_activation_stays_what_it_is():
     groups, weights, channels, moments = parts(network())
     ones = [np.ones(group.channels) for group in groups]
-    factors, _, _ = quietest_factors(groups, weights, channels, moments, ones)
+    factors, _, _ = quietest_factors(groups, weights, channels, moments, ones, free(groups))
     for s, known in zip(factors, channels, strict=True):
         assert (known.largest / s).max() == pytest.approx(known.largest.max())
 
@@ -256,11 +287,22 @@ def test_errors_are_handed_on_where_an_activation_has_a_slope_however_narrow_the
     np.testing.assert_allclose(found.mean, [3, 0, 6, 0, 6], atol=1e-3)
 
 
+def test_weights_that_are_rounded_better_later_leave_the_factors_to_activations():
+    groups, weights, channels, moments = parts(network())
+    ones = [np.ones(group.channels) for group in groups]
+    activations = grids_of(groups, weights, channels, moments, 0.0)[-len(groups) :]
+    noise = []
+    for share in (1.0, 0.05):
+        found, _, _ = quietest_factors(groups, weights, channels, moments, ones, free(groups), share)
+        noise.append(rounding_noise(activations, np.append(np.log(np.concatenate(found)), 0.0))[0])
+    assert noise[1] < 0.9 * noise[0]
+
+
 def test_rounds_are_those_of_the_search_where_all_groups_are_known():
     groups, weights, channels, moments = parts(network())
     ones = [np.ones(group.channels) for group in groups]
     assert all(known is not None for known in channels)
-    _, descents, _ = quietest_factors(groups, weights, channels, moments, ones)
+    _, descents, _ = quietest_factors(groups, weights, channels, moments, ones, free(groups))
     assert bt.equalize_model(network(), dummy_input=X).rounds == descents
 
 

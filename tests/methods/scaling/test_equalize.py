@@ -18,9 +18,16 @@ import bitwright.torch
 from bitwright.core.graph.graph import Op
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ModelError
+from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import Group, Layers, find_groups, sift
-from bitwright.methods.scaling.channel_noise import LEAST, MARGIN, within_bounds
-from bitwright.methods.scaling.equalize import absorbed_bias, converged_factors, equalize, equalizing_factors
+from bitwright.methods.scaling.channel_noise import LEAST, MARGIN, bounds_of_factors
+from bitwright.methods.scaling.equalize import (
+    absorbed_bias,
+    converged_factors,
+    equalize,
+    equalize_opened,
+    equalizing_factors,
+)
 from bitwright.onnx.opened import OnnxOpened
 from bitwright.torch import TorchView, equalize_model
 from bitwright.torch.view import ChannelClamp
@@ -387,21 +394,25 @@ def group(**bounds: float) -> Group:
 
 
 def test_a_channel_grows_at_most_to_a_share_of_the_bound():
-    """The first reaches it, the second a tenth of it, the third nothing; the fourth wants to shrink."""
+    """The first reaches it, the second a tenth of it, the third nothing."""
     ends = {"cut": (np.full(4, -9.0), np.array([6.0, 0.6, 0.0, 0.6]))}
-    found = within_bounds(group(min=0.0, max=6.0), np.array([0.1, 0.01, 0.001, 4.0]), ends)
-    np.testing.assert_allclose(found, [1.0, MARGIN / 10, LEAST, 1.0])
+    least, most = bounds_of_factors(group(min=0.0, max=6.0), ends)
+    np.testing.assert_allclose(least, [1.0, MARGIN / 10, LEAST, MARGIN / 10])
+    np.testing.assert_array_equal(most, 1.0)
 
 
 def test_a_lower_bound_that_is_not_zero_limits_as_well():
     ends = {"cut": (np.array([-1.0, -0.2, 0.0, 0.0]), np.array([0.0, 0.1, 0.25, 0.0]))}
-    found = within_bounds(group(min=-1.0, max=1.0), np.full(4, 0.01), ends)
-    np.testing.assert_allclose(found, [1.0, 0.2 * MARGIN, 0.25 * MARGIN, LEAST])
+    least, _ = bounds_of_factors(group(min=-1.0, max=1.0), ends)
+    np.testing.assert_allclose(least, [1.0, 0.2 * MARGIN, 0.25 * MARGIN, LEAST])
 
 
-def test_without_a_bound_the_factors_are_free():
-    wanted = np.array([0.1, 3.0, 1.0, 20.0])
-    np.testing.assert_array_equal(within_bounds(Group((), (), (), 4), wanted, {}), wanted)
+@pytest.mark.parametrize(
+    "free", [(Group((), (), (), 4), {}), (group(min=0.0, max=6.0), None)], ids=["no cut", "changed"]
+)
+def test_factors_are_free_where_nothing_cuts_or_what_cuts_is_changed(free):
+    least, most = bounds_of_factors(*free)
+    assert (least == 0).all() and np.isposinf(most).all()
 
 
 def block(seed: int = 0) -> nn.Sequential:
@@ -484,6 +495,17 @@ def test_channels_that_fill_their_range_lose_less(preset):
             result = bitwright.torch.quantize(model, [data(0)], preset, recipe=recipe, progress=False)
             levels[len(recipe)] = sqnr(wanted.numpy(), result.sim.model(x).numpy())
     assert levels[2] > levels[1] + 6, levels
+
+
+@pytest.mark.parametrize(("worth", "groups"), [(1.0, 2), (60.0, 0)])
+def test_a_model_is_left_alone_where_less_noise_is_gained_than_asked_for(worth, groups):
+    model, batches = block(), [data(0)]
+    before = copy.deepcopy(model.state_dict())
+    opened = front_end_of(model).open_model(model, None, data(0)[:1], "equalize", None)
+    report = equalize_opened(opened, None, False, data=batches, keep_bounds=True, worth=worth)
+    assert len(report.groups) == groups and report.changed == bool(groups)
+    changed = any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert changed == bool(groups) and ("60 are asked for" in str(report)) != bool(groups)
 
 
 def test_a_generator_of_batches_is_gone_through_once():
