@@ -196,7 +196,7 @@ def test_face_detector(shared_data: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_eight_bits_per_token_cost_a_language_model_little() -> None:
+def test_eight_bits_per_token_cost_a_language_model_little(shared_data: Path) -> None:
     """Perplexity 3.558 in float; torchao's dynamic W8A8 has 3.564."""
     sim = QuantizationSimModel(trained("stories260k"), data.stories("calib")[:1, :-1], preset="w8a8_dynamic")
     sim.compute_encodings(progress=False)
