@@ -130,7 +130,7 @@ def measure_perplexity(
 def generate_text(
     folder: Written,
     prompt: Annotated[str, data_option(help="Text to go on from.")],
-    tokens: Annotated[int, data_option(help="How many tokens.")] = 32,
+    tokens: Annotated[int, data_option(min=1, help="How many tokens.")] = 32,
     tokenizer: Annotated[
         Path | None, data_option(help="Folder with the tokenizer, where the first one has none.")
     ] = None,

@@ -665,7 +665,10 @@ def _rows_of(source: _Source, data: Any, context: int, samples: int) -> tuple[li
             )
         data = text_tokens(source.checkpoint.tokenizer, data)
     tokens = torch.as_tensor(data, dtype=torch.int64).reshape(-1)
-    length = min(context, int(source.config.get("max_position_embeddings") or context))
+    most = next(
+        (source.config[key] for key in ("max_position_embeddings", "n_positions") if source.config.get(key)), context
+    )
+    length = min(context, int(most))
     return split_tokens(tokens, length, most=samples)
 
 

@@ -99,6 +99,7 @@ def test_convert_writes_the_codes_as_other_files(folder: Path, tmp_path: Path):
         ),
         pytest.param(("quantize", "MODEL", "--rule", "role:v"), "has no '='", id="rule"),
         pytest.param(("generate", "MODEL", "--prompt", ""), "it has no token", id="prompt"),
+        pytest.param(("generate", "MODEL", "--prompt", "a", "--tokens", 0), "equal to 1", id="tokens"),
         pytest.param(("perplexity", "EMPTY", "--text", "TEXT"), "it has no tokenizer", id="tokenizer"),
         pytest.param(
             ("perplexity", "EMPTY", "--text", "TEXT", "--tokenizer", "MODEL"),

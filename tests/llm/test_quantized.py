@@ -449,6 +449,14 @@ def test_stacks_of_experts_are_refused_and_the_rule_of_the_message_leaves_them_i
         assert isinstance(weight, FloatWeight) and torch.equal(weight.values, model.get_parameter(name))
 
 
+def test_rows_are_as_long_as_the_model_has_positions(tmp_path: Path):
+    config, changes = KINDS["gpt2"]
+    saved(tmp_path, config, **{**changes, "n_positions": 48, "max_position_embeddings": 48})
+    assert "max_position_embeddings" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+    result = quantize(tmp_path, "w4g32", data=text(200), progress=False)
+    assert result.before is not None and result.before.tokens == 47
+
+
 @pytest.mark.parametrize(
     "preset, kinds", [("w4g32", "gguf"), ("w4g64", r"a graph, which holds it \(genai, onnx, openvino\)")]
 )
