@@ -28,6 +28,7 @@ from torch import Tensor
 from bitwright.errors import ConfigError, ModelError
 from bitwright.llm.files.gguf_blocks import Reader
 from bitwright.llm.files.table import FILE_FORMATS, kind_of
+from bitwright.llm.likelihood import check_positions
 from bitwright.llm.openvino_export import AS_SIMULATED
 
 _MOST_LISTED = 16_384  # tokens whose probabilities llama.cpp is asked for in one answer
@@ -58,6 +59,7 @@ class Transformers:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """See :class:`Engine`."""
+        check_positions(self.model, tokens.shape[1])
         found: Tensor = self.model(tokens, use_cache=False).logits
         return found.float()
 

@@ -140,7 +140,8 @@ def perplexity(
         progress: show a progress bar on a terminal.
 
     Raises:
-        ConfigError: ``context`` is below 2, or ``stride`` not between 1 and ``context - 1``.
+        ConfigError: ``context`` is below 2 or above the positions of a model that has a table of them, or ``stride`` is not
+            between 1 and ``context``.
         CalibrationError: fewer than two tokens, or logits that are not finite.
     """
     flat = torch.as_tensor(tokens, dtype=torch.int64).reshape(-1)
@@ -167,6 +168,7 @@ def _logits(model: Any) -> Callable[[Tensor], Tensor]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def compute(tokens: Tensor) -> Tensor:
+        check_positions(model, tokens.shape[1])
         training = model.training
         model.eval()
         try:
@@ -176,6 +178,19 @@ def _logits(model: Any) -> Callable[[Tensor], Tensor]:
         return getattr(found, "logits", found).cpu()
 
     return compute
+
+
+def check_positions(model: Any, count: int) -> None:
+    """Refuse more tokens than a model of ``transformers`` with a table of positions has rows for, as GPT-2.
+
+    Raises:
+        ConfigError: they are more.
+    """
+    most = getattr(getattr(model, "config", None), "n_positions", None)
+    if isinstance(most, int) and count > most:
+        raise ConfigError(
+            "context", f"{count} tokens are more than the {most} positions of the model", f"give a context of {most} or less"
+        )  # fmt: skip
 
 
 def split_tokens(tokens: Tensor, length: int, held: float = 0.1, most: int = 128) -> tuple[list[Tensor], list[Tensor]]:

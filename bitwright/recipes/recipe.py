@@ -388,7 +388,8 @@ def parse_recipe(steps: Iterable[str | Mapping[str, Any] | Step], source: str = 
     ['fold()', 'adaround(iterations=2000)']
     """
     if isinstance(steps, (str, Mapping)) or not isinstance(steps, Iterable):
-        raise ConfigError(source, f"a recipe is a list of steps, not {steps!r:.300}", f"write [{steps!r:.300}]")
+        written = [name.strip() for name in steps.split(",")] if isinstance(steps, str) else [steps]
+        raise ConfigError(source, f"a recipe is a list of steps, not {steps!r:.300}", f"write {written!r:.300}")
     parsed = tuple(_parse_step(item, source) for item in steps)
     _check_order(parsed, source)
     return parsed

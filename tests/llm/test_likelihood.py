@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from bitwright.errors import CalibrationError, ConfigError
+from bitwright.llm.engines import Transformers
 from bitwright.llm.likelihood import perplexity, split_tokens, windows
 from tests.llm.models import tiny
 
@@ -23,6 +24,17 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
     found = perplexity(_uniform, range(9), context=4)
     assert found.value == pytest.approx(10) and found.low == pytest.approx(found.high)
     assert found.tokens == 6  # the first token of each of three windows has nothing before it
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["module", "engine"])
+def test_a_context_beyond_the_table_of_positions_is_refused(engine: bool):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=32))
+    compute = Transformers(model).logits if engine else model
+    with pytest.raises(
+        ConfigError, match=r"context: 20 tokens are more than the 16 positions of the model.* 16 or less"
+    ):
+        perplexity(compute, range(30), context=20)
+    assert perplexity(compute, range(30), context=16).tokens == 28
 
 
 def test_every_token_counts_once_with_overlapping_windows():

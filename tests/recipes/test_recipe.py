@@ -71,6 +71,7 @@ def test_steps_are_names_or_names_with_options():
     "recipe, message",
     [
         ("fold", r"a recipe is a list of steps, not 'fold'. Remedy: write \['fold'\]"),
+        ("fold, gptq", r"a recipe is a list of steps, not 'fold, gptq'. Remedy: write \['fold', 'gptq'\]"),
         (["folt"], r"there is no step 'folt'.*fold"),
         ([{"fold": {}, "gptq": {}}], "is not one step"),
         ([{"gptq": 3}], "the options of 'gptq' are 3"),
