@@ -482,9 +482,10 @@ class Spill:
             encodings[name] = _described(weight.encoding)
         part, path = self.folder / "block.part", self.folder / f"block-{index:04d}.safetensors"
         save_file(arrays, part, {"encodings": json.dumps(encodings)})
-        digests = [*self._journal().get("sha256", [])[:index], hash_file(part)]
+        known, digest = self._journal(), hash_file(part)
         os.replace(part, path)
-        notes = [*self.notes[:index], note]
+        notes = [*known.get("notes", [])[:index], note]
+        digests = [*known.get("sha256", [])[:index], digest]
         self._write({"key": self.key, "done": index + 1, "notes": notes, "sha256": digests})
         for old in self.folder.glob(f"states-*-{index:04d}"):
             old.unlink()

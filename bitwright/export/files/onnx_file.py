@@ -70,6 +70,11 @@ def graphs_of(node: ir.Node) -> list[ir.Graph]:
     return found
 
 
+def body_protos(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The bodies of a node in a message, in the order of its attributes; :func:`graphs_of` has those of ``onnx_ir``."""
+    return [g for a in node.attribute for g in (*([a.g] if a.HasField("g") else ()), *a.graphs)]
+
+
 def from_proto(proto: onnx.ModelProto) -> ir.Model:
     """The model of a message, which is as before afterwards; types that hold maps stand in the metadata of their values.
 
@@ -179,10 +184,9 @@ def _values(proto: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
         nodes.append(function.node)
     while nodes:
         for node in nodes.pop():
-            for attribute in node.attribute:
-                for body in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
-                    yield from (*body.input, *body.output, *body.value_info)
-                    nodes.append(body.node)
+            for body in body_protos(node):
+                yield from (*body.input, *body.output, *body.value_info)
+                nodes.append(body.node)
 
 
 #: types whose elements lie in files as they do in arrays

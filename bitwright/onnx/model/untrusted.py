@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO
@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from bitwright.core.files import open_regular, too_large
 from bitwright.errors import ModelError, with_article
-from bitwright.export.files.onnx_file import all_graphs, all_nodes
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, body_protos
 
 _STANDARD = ("", "ai.onnx")
 #: operators whose result onnx infers a negative length for where a window, pads or sizes do not fit the input
@@ -187,10 +187,7 @@ def graph_protos(
     while waiting:
         graph = waiting.pop()
         yield graph
-        for attribute in (a for node in graph.node for a in node.attribute):
-            if attribute.HasField("g"):
-                waiting.append(attribute.g)
-            waiting.extend(attribute.graphs)
+        waiting.extend(body for node in graph.node for body in body_protos(node))
 
 
 def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
@@ -220,7 +217,7 @@ def check_lengths(proto: onnx.ModelProto) -> None:
         ModelError: naming the node.
     """
     suspects = _suspects(proto)
-    levels = _levels(proto.graph, set(suspects))
+    levels = _levels(proto.graph, suspects.keys())
     nodes = chain.from_iterable(graph.node for graph in _graphs(proto))
     slices = [(node, levels[node.output[0]]) for node in nodes if _is_slice(node)]
     for level in range(max((number for _, number in slices), default=0) // 2):
@@ -240,10 +237,10 @@ def _check_result(node: onnx.NodeProto, info: onnx.ValueInfoProto) -> None:
         )
 
 
-def _levels(graph: onnx.GraphProto, suspects: set[str]) -> dict[str, int]:
-    """A number for each value that a node makes, in ``graph`` and its bodies.
+def _levels(graph: onnx.GraphProto, suspects: Set[str]) -> dict[str, int]:
+    """Number each value that a node of ``graph`` or of its bodies computes by the Slices of suspects that lead to it.
 
-    It is odd behind a result in ``suspects``, and the next even number behind a Slice of that.
+    The number is odd from a result in ``suspects`` on, and the next even one from a Slice of such a value on.
     """
     levels: dict[str, int] = {}
     for node, bodies, entering in _in_order(graph):
@@ -261,19 +258,18 @@ def _levels(graph: onnx.GraphProto, suspects: set[str]) -> dict[str, int]:
 
 
 def _in_order(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, list[onnx.GraphProto], bool]]:
-    """Every node of ``graph`` and its bodies, one with bodies (second) before them (third: true) and again behind them."""
+    """Yield each node of ``graph`` and its bodies in execution order, with its bodies and whether these are still to come.
+
+    A node with bodies is yielded twice: before their nodes, and after them.
+    """
     stack = [(node, True) for node in reversed(graph.node)]
     while stack:
         node, entering = stack.pop()
-        bodies = _bodies(node)
+        bodies = body_protos(node)
         yield node, bodies, entering and bool(bodies)
         if entering and bodies:
             stack.append((node, False))
             stack.extend((inner, True) for body in bodies for inner in reversed(body.node))
-
-
-def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    return [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs) if graph.node]
 
 
 def _is_slice(node: onnx.NodeProto) -> bool:
@@ -281,7 +277,7 @@ def _is_slice(node: onnx.NodeProto) -> bool:
 
 
 def _suspects(proto: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
-    """Results that may have a negative length, and the nodes that make them: not windows and pads that fit every input."""
+    """Results that may have a negative length, with the nodes that compute them; windows and pads that fit any input are none."""
     graphs = _graphs(proto)
     tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
     shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in proto.graph.input}
@@ -295,7 +291,7 @@ def _suspects(proto: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 def _fits_any(node: onnx.NodeProto, second: onnx.TensorProto | None, shape: list[int]) -> bool:
-    """Whether ``node`` makes no negative length of any input, as its pads tell.
+    """Whether the pads of ``node`` are such that no input gives its result a negative length.
 
     Args:
         second: its second input, where that is a constant.

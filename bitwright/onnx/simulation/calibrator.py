@@ -52,7 +52,7 @@ from bitwright.core.numerics import statistics
 from bitwright.core.simulation.calibration import BatchGate, Observer, refuse_empty
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
-from bitwright.export.files.onnx_file import all_nodes
+from bitwright.export.files.onnx_file import all_nodes, body_protos
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs
 from bitwright.onnx.model.finite import finite_proofs
 from bitwright.onnx.model.instrument import Instrument, Tap, is_reducible, itemsize, static_bytes
@@ -309,11 +309,10 @@ def _read(node: onnx.NodeProto) -> list[str]:
 def _read_in_bodies(node: onnx.NodeProto) -> Iterator[str]:
     nodes = [node]
     while nodes:
-        for attribute in nodes.pop().attribute:
-            for body in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
-                nodes.extend(body.node)
-                yield from (name for inner in body.node for name in inner.input)
-                yield from (value.name for value in body.output)
+        for body in body_protos(nodes.pop()):
+            nodes.extend(body.node)
+            yield from (name for inner in body.node for name in inner.input)
+            yield from (value.name for value in body.output)
 
 
 def _replace(field: Any, items: list[Any]) -> None:
