@@ -83,7 +83,7 @@ def test_a_batch_without_a_sample_agrees_with_nothing(sim: tuple[QuantizationSim
         sim[0].verify(none)
     with pytest.raises(ExportError, match="the batch holds no sample"):
         bitwright.drift(f"{sim[1]}@file", "onnxruntime", {"input": none.numpy()})
-    with pytest.raises(ExportError, match="benchmark: the batch holds no sample"):
+    with pytest.raises(ExportError, match="example: the batch holds no sample"):
         sim[0].benchmark(none, seconds=0.0)
 
 
