@@ -5,16 +5,16 @@
     python benchmarks/llm_methods.py --table                        # the table of what was measured
 
 Models: ``stories260k`` on 128 stories, 32 to calibrate, as it is and with four channels of every norm 16 times larger and the
-weights behind as much smaller (``outliers``: the same function); a mixture of experts (Mixtral, 8 experts, 2 for a token) and a
-GPT-2, both of about a million parameters and trained here on stories that ``stories260k`` tells; an LSTM of characters as
-contrast. The matrices of the blocks are quantized, embedding and output layer are in float. Weights of ``int`` rows are
-asymmetric in groups of 32 unless they say otherwise, those of ``float zero`` rows have real zero points and ranges of least
-squared error. Activations of ``a8`` and ``a4`` rows are quantized per token, with ranges chosen at run time, where a matrix
-reads them; ``a4u`` with zero points. ``w8a8`` rows quantize every activation; ``kv`` rows the cache alone. Bits per weight count
-scales, and zero points, as they are stored. The interval is that of the change from float, 95 %, from the differences between
-rows of text.
-Memory is the largest anonymous memory beyond that before the methods. Rows are kept in ``build/llm_methods.jsonl``; ``--check``
-ends with an error where a method leaves more than nearest rounding does. Rows of other tools run where these are installed.
+weights behind as much smaller (``outliers``: the same function); a mixture of experts (Mixtral, 8 experts, 2 for a token) and
+a GPT-2, both of about a million parameters and trained here on stories of ``stories260k``, the GPT-2 on its probabilities; an
+LSTM of characters as contrast. The matrices of the blocks are quantized, embedding and output layer are in float. Weights of
+``int`` rows are asymmetric in groups of 32 unless they say otherwise, those of ``float zero`` rows have real zero points and
+ranges of least squared error. Activations of ``a8`` and ``a4`` rows are quantized per token, with ranges chosen at run time,
+where a matrix reads them; ``a4u`` with zero points. ``w8a8`` rows quantize every activation; ``kv`` rows the cache alone. Bits
+per weight count scales, and zero points, as they are stored. The interval is that of the change from float, 95 %, from the
+differences between rows of text. Memory is the largest anonymous memory beyond that before the methods. Rows are kept in
+``build/llm_methods.jsonl``; ``--check`` ends with an error where a method leaves more than nearest rounding does. Rows of
+other tools run where these are installed.
 Needs the developer data set (see tests/support/data.py).
 """
 
@@ -59,7 +59,7 @@ times larger and the weights behind as much smaller; of a mixture (Mixtral, 8 ex
 14.1 in float) and a GPT-2, both of about a million parameters; of an LSTM of characters. A GPT of 60 million parameters
 does not train on a CPU within the hour. `above float` has its 95 % interval, from the paired differences between rows of
 text; MiB is the largest memory beyond that before the methods; rows without either were measured by the same calls, outside of
-the program.
+the program. Bold: the best method of a format, at its fewest bits.
 
 `gptq` takes away half and more of what rounding to nearest costs in every format. `awq` leaves MXFP4 and NVFP4 as they are,
 since the outputs of the whole model would lose. Activations of 4 bits per token need the rotation at run time (`rotate+`).
@@ -138,6 +138,9 @@ ROTATED = {
     "rotate, transform+, gptaq": ("rotate", "transform+", "gptaq"),
 }
 _PLAIN = {"nearest": (), "gptq": ("gptq",)}
+_PLAIN_AND_RANGES = _PLAIN | {"seq_mse, gptq": ("seq_mse", "gptq")}
+#: without a stream that rotates, as that of layer norms
+TRANSFORMED = _PLAIN | {"transform, gptq": ("transform", "gptq"), "transform+, gptq": ("transform+", "gptq")}
 _STEPS = 50  # of AutoRound, here and in the tool of its authors
 _NOISE = 0.02  # of two perplexities that mean the same
 #: format -> percent above float of stories260k that was aimed at
@@ -157,16 +160,18 @@ def methods_for(model: str, format: str) -> dict[str, tuple[str, ...]]:
         return {"nearest": ("k-means",), "gptvq": ("gptvq",)}
     if format == "w8a8 static":
         return {"nearest": (), "recipe": ("recipe",)} if model != "mixture" else {"nearest": ()}
+    if model == "gpt":
+        return TRANSFORMED if format.endswith("a4") else _PLAIN_AND_RANGES
     if model != "stories260k":
         return _PLAIN
     if " a4" in format:
         return ROTATED
     if format in ("int3 float zero", "int2 float zero"):
         return METHODS | BRANCHED
-    if format == "int4":
+    if format in ("int4", "int3"):
         return METHODS | {"autoround": ("autoround",)}
     if format in ("int2", "int3 g64", "int4 g128"):
-        return _PLAIN | {"seq_mse, gptq": ("seq_mse", "gptq")}
+        return _PLAIN_AND_RANGES
     return _PLAIN if " a8" in format or "hqq" in format or "w8a8" in format else METHODS
 
 
@@ -223,13 +228,13 @@ def _configured(name: str) -> Any:
     return GPT2LMHeadModel(gpt)
 
 
-def _trained(name: str) -> nn.Module:
-    """Train once, on stories that ``stories260k`` tells, and keep the weights."""
+def _trained(name: str, stories: int, taught: bool = False) -> nn.Module:
+    """Train once, on stories that ``stories260k`` tells, or its probabilities for them where ``taught``; keep the weights."""
     path = BUILD / f"llm_{name}.safetensors"
     model = _configured(name)
     if not path.exists():
         BUILD.mkdir(exist_ok=True)
-        _train(model, _told(320))
+        _train(model, _told(stories), data.stories_of_transformers().eval() if taught else None)
         save_model(model, str(path))
     load_model(model, str(path))
     return Logits(model).eval()
@@ -238,28 +243,37 @@ def _trained(name: str) -> nn.Module:
 @torch.no_grad()
 def _told(count: int, length: int = 129) -> Tensor:
     """Stories that stories260k tells at temperature 1, kept for all models."""
-    path = BUILD / "llm_stories.safetensors"
+    path = BUILD / f"llm_stories_{count}.safetensors"
     if path.exists():
         return load_file(path)["told"]
-    model, rows = data.stories_of_transformers(), torch.ones(count, 1, dtype=torch.int64)
+    model = data.stories_of_transformers()
     torch.manual_seed(0)
-    told = model.generate(rows, do_sample=True, max_new_tokens=length - 1, min_new_tokens=length - 1, pad_token_id=0)
-    save_file({"told": told}, path)
-    return told
+    rows = torch.ones(count, 1, dtype=torch.int64).split(320)
+    told = [
+        model.generate(part, do_sample=True, max_new_tokens=length - 1, min_new_tokens=length - 1, pad_token_id=0)
+        for part in rows
+    ]
+    save_file({"told": torch.cat(told)}, path)
+    return torch.cat(told)
 
 
-def _train(model: Any, told: Tensor, steps: int = 300) -> None:
+def _train(model: Any, told: Tensor, teacher: Any, steps: int = 300) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
     model.train()
     for step in range(steps):
         rows = told[torch.randint(0, len(told), (16,))]
-        loss = model(rows, labels=rows, use_cache=False).loss
+        targets = rows[:, 1:].flatten()
+        if teacher is not None:
+            with torch.no_grad():
+                targets = teacher(rows[:, :-1], use_cache=False).logits.softmax(-1).flatten(0, 1)
+        logits = model(rows[:, :-1], use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets)
         loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 100 == 0:
+        if step % 50 == 0:
             print(f"training, step {step}: {float(loss.detach()):.3f}", file=sys.stderr, flush=True)
 
 
@@ -275,7 +289,11 @@ def _calibration(length: int = 256) -> list[Tensor]:
     return list(data.stories("calib")[:, :length].split(8))
 
 
-_FEW = ("int4", "int3 float zero", "mxfp4", "w8a8 static", "w8a8 dynamic")
+_MOST = (
+    "int4", "int4 g128", "int3", "int3 g64", "int2", "int4 float zero", "int3 float zero", "mxfp4", "nvfp4", "lpbq",
+    "w8a8 static", "w8a8 dynamic", "int4 a8", "int4 a4", "kv int8", "kv int4",
+)  # fmt: skip
+_FEW = ("int4", "int3", "int3 float zero", "mxfp4", "nvfp4", "w8a8 static", "w8a8 dynamic")
 SUBJECTS: dict[str, Subject] = {
     "stories260k": Subject(
         lambda: data.trained("stories260k"), _calibration, _stories, ("tok_embeddings*", "output*"), tuple(FORMATS)
@@ -285,12 +303,12 @@ SUBJECTS: dict[str, Subject] = {
         ("tok_embeddings*", "output*"), ("w8a8 dynamic",),
     ),
     "mixture": Subject(
-        lambda: _trained("mixture"), lambda: _calibration(128), lambda: _stories(length=129),
+        lambda: _trained("mixture", 320), lambda: _calibration(128), lambda: _stories(length=129),
         ("*embed_tokens*", "*lm_head*"), _FEW,
     ),
     "gpt": Subject(
-        lambda: _trained("gpt"), lambda: _calibration(128), lambda: _stories(length=129), ("*wte*", "*wpe*", "*lm_head*"),
-        _FEW,
+        lambda: _trained("gpt", 1280, taught=True), lambda: _calibration(128), lambda: _stories(length=129),
+        ("*wte*", "*wpe*", "*lm_head*"), _MOST,
     ),
     "lstm": Subject(
         lambda: data.trained("lstm_char"), lambda: list(_characters("train", 32)[:, :-1].split(8)),
@@ -496,6 +514,7 @@ PEERS: dict[tuple[str, str], Callable[[nn.Module], nn.Module]] = {
     ("hqq", "int4 hqq"): lambda model: _hqq(model, 4),
     ("hqq", "int3 hqq"): lambda model: _hqq(model, 3),
     ("auto-round", "int4"): lambda model: _auto_round(model, 4),
+    ("auto-round", "int3"): lambda model: _auto_round(model, 3),
     ("nncf", "int4"): lambda model: _nncf(model, 4),
     ("modelopt", "int4"): lambda model: _modelopt(model, "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 32),
     ("modelopt", "nvfp4"): lambda model: _modelopt(model, "W4A16_NVFP4_CFG"),
@@ -561,12 +580,18 @@ def measured(row: Row) -> Row:
     seconds, beyond = time.process_time() - start, memory.stop()["beyond"]
     each = losses(made, subject.rows())
     value, change = math.exp(float(each.mean())), each - base
-    half = 1.96 * float(change.std()) / math.sqrt(len(change))
-    above = 100 * (math.exp(float(change.mean())) - 1)
+    factor = math.exp(float(change.mean()))
+    half = 100 * factor * 1.96 * float(change.std()) / math.sqrt(len(change))
     bits = bits_per_weight(format) + branch_bits(methods) if row.format != "vq 3 bits" else _VECTOR_BITS
     bits = bits_of_tool(row.tool, row.format, bits)
     return replace(
-        row, bits=bits, perplexity=value, above=above, interval=100 * half, seconds=seconds, memory=beyond / 2**20
+        row,
+        bits=bits,
+        perplexity=value,
+        above=100 * (factor - 1),
+        interval=half,
+        seconds=seconds,
+        memory=beyond / 2**20,
     )
 
 
@@ -578,7 +603,16 @@ def stored(path: Path) -> dict[tuple[str, str, str, str], Row]:
     return {row.key: row for row in rows}
 
 
-def _cells(row: Row) -> list[str]:
+def best_of(rows: Sequence[Row]) -> set[tuple[str, str, str, str]]:
+    """Keys of the rows with the least perplexity of a model and a format at its fewest bits, where there are several."""
+    of: dict[tuple[str, str], list[tuple[float, float, Row]]] = {}
+    for row in rows:
+        if row.tool == "bitwright" and row.bits is not None and row.perplexity is not None:
+            of.setdefault(row.key[:2], []).append((round(row.bits, 2), row.perplexity, row))
+    return {min(some, key=lambda one: one[:2])[2].key for some in of.values() if len(some) > 1}
+
+
+def _cells(row: Row, best: bool = False) -> list[str]:
     names = [row.model, row.format, row.tool, row.method]
     if row.perplexity is None:
         return [*names, "", row.note, "", "", "", ""]
@@ -591,8 +625,9 @@ def _cells(row: Row) -> list[str]:
     if row.tool == "bitwright" and most is not None and row.above is not None:
         goal = f"{'reached' if row.above <= most else 'not'} ({most:+.1f} %)"
     change = f"{row.above:+.1f} %" + ("" if row.interval is None else f" ± {row.interval:.1f}")
-    return [*names, number(row.bits, ".2f"), number(row.perplexity, ".3f"), change, goal, number(row.seconds, ".1f"),
-            number(row.memory, ".0f")]  # fmt: skip
+    shown = number(row.perplexity, ".3f")
+    shown = f"**{shown}**" if best else shown
+    return [*names, number(row.bits, ".2f"), shown, change, goal, number(row.seconds, ".1f"), number(row.memory, ".0f")]
 
 
 def worse_than_nearest(rows: Sequence[Row]) -> list[str]:
@@ -622,7 +657,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = stored(options.kept)
     options.kept.parent.mkdir(exist_ok=True)
     for row in [] if options.table else wanted(options):
-        if row.key in kept and not options.again:
+        if row.key in kept and kept[row.key].perplexity is not None and not options.again:
             continue
         kept[row.key] = found = measured(row)
         with options.kept.open("a") as file:
@@ -642,7 +677,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "CPU s",
         "MiB",
     ]
-    table = [_cells(row) for row in rows]
+    best = best_of(rows)
+    table = [_cells(row, row.key in best) for row in rows]
     measure.show(title, columns, table)
     measure.save(options.json, options.markdown, title, columns, table, [asdict(row) for row in rows], TEXT)
     worse = worse_than_nearest(rows)
