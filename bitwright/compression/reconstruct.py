@@ -117,12 +117,30 @@ def reconstruct(
     wanted = original.results([original.ops[op.name] for op in layers])
     layers = [op for op in layers if not graph.values[str(op.inputs[0])].is_static]
     # all batches are known before a layer is fitted, and it is fitted before the next is run: a single batch is run once
-    groups = [layers] if len(original.batches) == 1 else [[op] for op in layers]
+    groups = [layers] if len(original.batches) == 1 else _independent(graph, layers)
     fits: dict[str, Fit] = {}
     for group in progress_bar(groups, "Reconstruct", progress):
         readers = [_Reader(pruned, graph, op, wanted[op.name], ops[op.name]) for op in group]
         _fit_together(pruned, original.batches, readers, fits, undos)
     return tuple(fits[op.name] for op in layers if op.name in fits)
+
+
+def _independent(graph: Graph, layers: Sequence[Op]) -> list[list[Op]]:
+    """Consecutive layers of which none reads what the fit of another changes: one run of all batches serves them."""
+    number = {op.name: i for i, op in enumerate(layers)}
+    last: dict[str, int] = {}  # value -> the last layer that it depends on
+    for op in layers:
+        last.update(dict.fromkeys((v for v in op.inputs[1:] if v is not None), number[op.name]))
+    groups: list[list[Op]] = []
+    for op in graph.ops:
+        if op.name in number:
+            source = last.get(str(op.inputs[0]), -1)
+            if not groups or source >= number[groups[-1][0].name]:
+                groups.append([])
+            groups[-1].append(op)
+        behind = max((last.get(value, -1) for _, value in op.sources()), default=-1)
+        last.update(dict.fromkeys(op.outputs, behind))
+    return groups
 
 
 def _fit_together(
@@ -263,7 +281,8 @@ def estimate_batch_norms(
     ops = [op for op in graph.ops if op.name in sources and _has_statistics(graph, op)]
     before = original.moments([sources[op.name] for op in ops])
     moving = [_Norm(pruned, graph, op, before[sources[op.name]], norms[op.name]) for op in ops]
-    _move_in_walks(pruned, original.batches, moving)
+    if moving:
+        _move_in_walks(pruned, original.batches, moving)
     undos += [norm.undo for norm in moving if norm.undo is not None]
     return len(ops)
 

@@ -26,7 +26,7 @@ _JUDGED = 64  # samples that choices are measured on
 def lost(
     found: Dependencies, cut: Cut, groups: Iterable[Group]
 ) -> tuple[dict[str, Array | None], dict[str, Array | None]]:
-    """Layers that read ``groups``, and batch norms -> the kept outputs after a cut, ``None`` for all."""
+    """Layers that read ``groups``, and batch norms behind the cut -> the kept outputs, ``None`` for all."""
     known = {op.name: op for op in found.graph.ops}
 
     def left(name: str, channel: int) -> Array | None:
@@ -36,8 +36,24 @@ def lost(
     readers = {
         name: left(name, channel_axis(known[name])) for name in dict.fromkeys(m.op for g in groups for m in g.readers)
     }
-    norms = {op.name: left(op.name, 1) for op in found.graph.ops if op.type == "BatchNormalization"}
+    behind = _behind(found.graph, [value for value in found.graph.values if cut.axes(value)])
+    norms = {
+        op.name: left(op.name, 1)
+        for op in found.graph.ops
+        if op.type == "BatchNormalization" and op.inputs[0] in behind
+    }
     return readers, norms
+
+
+def _behind(graph: Graph, values: Iterable[str]) -> set[str]:
+    """These values, and all that are computed from them."""
+    waiting = list(values)
+    found = set(waiting)
+    while waiting:
+        new = {out for op, _ in graph.consumers(waiting.pop()) for out in op.outputs} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def cut_graph(graph: Graph, kept: Kept) -> Graph:

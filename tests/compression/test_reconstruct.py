@@ -148,3 +148,40 @@ def test_a_layer_is_fitted_behind_those_in_front_of_it() -> None:
     for name in convs:
         reconstruct(whole, view, {name: None}, progress=False)
     torch.testing.assert_close(at_once(DATA), changed(DATA))
+
+
+class Gated(nn.Module):
+    """Two layers that read the same value, as in gated networks, and one that reads their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right, self.out = (
+            nn.Conv2d(a, b, 1) for a, b in ((3, 8), (8, 16), (8, 16), (16, 8))
+        )
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        x = self.stem(x).relu()
+        return self.out(self.left(x).relu() * self.right(x))
+
+
+def test_layers_that_do_not_read_each_other_are_fitted_in_one_run() -> None:
+    """With several batches: the weights are those of one fit after the other, in fewer runs."""
+    torch.manual_seed(0)
+    original, batches = Gated(), list(DATA[:16].chunk(4))
+    changed = copy.deepcopy(original)
+    changed.stem.weight.data[::3] = 0
+    one_by_one = copy.deepcopy(changed)
+    whole = Original(TorchView(original, batches[:1]), batches)
+    views = [TorchView(net, batches[:1]) for net in (changed, one_by_one)]
+    names = [op.name for op in views[0].graph().ops if op.type == "Conv"][1:]
+    for view in views:
+        view.graph()
+    changed.runs = one_by_one.runs = 0
+    fits = reconstruct(whole, views[0], dict.fromkeys(names), progress=False)
+    for name in names:
+        reconstruct(whole, views[1], {name: None}, progress=False)
+    assert (changed.runs, one_by_one.runs) == (8, 12) and any(fit.kept for fit in fits)
+    for one, other in zip(changed.parameters(), one_by_one.parameters(), strict=True):
+        assert torch.equal(one, other)
