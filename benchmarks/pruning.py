@@ -1,31 +1,37 @@
-"""What structured pruning costs networks: without training, reconstructed, fine-tuned, in 8 bits, and in milliseconds.
+"""Accuracy and speed of pruned networks: as cut, reconstructed, fine-tuned, in 8 bits, and milliseconds in ONNX Runtime.
 
     python benchmarks/pruning.py --markdown          # what is not in build/pruning yet, a row in a process of its own
     python benchmarks/pruning.py --models resnet20_aux --parts 0.5 --seeds 0 --fresh
 
-Top-1 accuracy in per cent, or perplexity per token, on test data: 2,000 images of CIFAR-10, 400 of ImageNet, 1,000 of MNIST,
-16,384 characters, 64 stories; of the face detector, the SQNR of its worst output in dB. Calibration: 128 training images, 64 of
-ImageNet, 8,192 characters, 16 stories; for the ONNX files 64 test images (MNIST) and 8 smooth pictures. Intervals of 95 % of an
-accuracy near 86 % are 1.5 points wide to each side, of 400 images at 60 % 4.8, of 1,000 at 99 % 0.6.
+Top-1 accuracy in per cent, or perplexity per token (lower is better), on test data: 2,000 images of CIFAR-10, 400 of ImageNet,
+1,000 of MNIST, 16,384 characters, 64 stories; for the face detector, the SQNR of its worst output in dB. Calibration data: 128
+training images, 64 of ImageNet, 8,192 characters, 16 stories; for the ONNX files 64 test images (MNIST) and 8 smooth pictures.
+The 95 % confidence interval of an accuracy near 86 % is 1.5 points to each side; of 400 images at 60 % it is 4.8, and of 1,000
+at 99 % it is 0.6.
 
-*cut* is the network without units and as it was otherwise. *fitted*: layers that lost inputs are fitted to the original's
-results by least squares, and batch norms are estimated anew. *tuned*: trained as ``fine_tuned`` and ``fine_tuned_text`` say,
-the mean of the seeds and the lowest and highest. *W8A8*: the tuned network (the fitted one where nothing is trained) in 8 bits;
-folded, nearest rounding, bias correction. *ms*: ONNX Runtime, one thread, the first calibration batch, whole and pruned in
-turns; what was predicted is computed from milliseconds of the whole network's operators. *commit*: of the run. Rows of other
-commits are of other days; milliseconds compare within a row.
+| column | meaning |
+|---|---|
+| cut | the network without the removed units, nothing else changed; where a method does not apply, its error message |
+| fitted | layers that lost inputs fitted to the original's results by least squares, batch-norm statistics re-estimated |
+| tuned | fine-tuned (see below): the mean over the seeds, with the lowest and the highest |
+| W8A8 | the tuned network, or the fitted one where nothing was trained, in 8 bits: folded, nearest rounding, bias correction |
+| ms | ONNX Runtime, one thread, the first calibration batch; the whole and the pruned network run in turns |
+| predicted | computed from the milliseconds of the whole network's operators |
+| commit | that was measured; with several seeds there can be several |
 
-*training*: images are trained on for 12 epochs, or as many as the column says, by the distance from the outputs of the original
-on moved, mirrored and mixed images, SGD at a rate of 0.02 on a cosine (``fine_tuned``): 4,000 of CIFAR-10, and the 100 of
-ImageNet that are no test images. Networks in factors, which begin near the original, for 6 epochs at 0.001 with the statistics
-of their batch norms fixed and gradients of a norm of at most 5; at 0.002 and without that bound, one seed of three lost 5 points
-more than the others. The originals saw 50,000 images of CIFAR-10. Text: steps of Adam (``fine_tuned_text``), of stories260k on
-stories that the original tells. ONNX files are not trained.
-Rows and cells that are not there were not measured.
+Empty cells were not measured. Rows of different commits were measured on different days, so compare milliseconds within a row
+only.
 
-``random`` draws units anew with every seed. Torch-Pruning prunes by L2 norms and the same part of every layer, to the nearest
-part of the MACs that it reaches; it fits nothing and reads no ONNX files. Where it cannot prune a whole network (the padded
-shortcuts of this ResNet-20), it prunes the layers inside blocks only. Needs the developer data set, and
+Fine-tuning on images minimizes the distance from the original's outputs on shifted, mirrored and mixed images, with SGD at a
+rate of 0.02 on a cosine, for 12 epochs or as many as the table says: 4,000 images of CIFAR-10, and the 100 images of ImageNet
+that are not test images. Factored networks, which start near the original, are trained for 6 epochs at a rate of 0.001 with
+fixed batch-norm statistics and gradients clipped to a norm of 5; at 0.002 without clipping, one seed of three ended 5 points
+below the others. The originals were trained on 50,000 images of CIFAR-10. Text models are trained with Adam
+(``fine_tuned_text``), stories260k on stories that the original generates. ONNX files are not trained.
+
+``random`` draws other units for every seed. Torch-Pruning prunes by L2 norms, the same part of every layer, to the nearest part
+of the MACs that it reaches; it does not fit layers and does not read ONNX files. Where it cannot prune a whole network (the
+padded shortcuts of this ResNet-20), only the layers inside blocks are pruned. Needs the developer data set, and
 ``pip install torch-pruning``.
 """
 
@@ -39,6 +45,7 @@ import logging
 import math
 import multiprocessing
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -56,6 +63,7 @@ from torch import nn
 import bitwright
 from bitwright.compression.costs import Prices, compare_ms, operator_times
 from bitwright.core.simulation.float_model import sqnr
+from bitwright.errors import BitwrightError
 from bitwright.methods.front_end import front_end_of
 from bitwright.onnx import load_model
 from bitwright.torch import rebuild, svd_model
@@ -464,8 +472,15 @@ def _work(name: str, method: str, part: float, seeds: list[int], extent: Extent)
         measured(name, method, part, seeds, extent)
     except Exception as error:  # the row says so
         missing = next(seed for seed in seeds if not _file(name, method, part, seed).exists())
-        told = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        _keep({"failed": told, "commit": measure.machine()["commit"]}, name, method, part, missing)
+        _keep({"failed": _told(error), "commit": measure.machine()["commit"]}, name, method, part, missing)
+
+
+def _told(error: Exception) -> str:
+    """What an error says, in one line: the line of code that raised it where it has no message."""
+    if isinstance(error, BitwrightError):
+        return f"refused: {error.problem}"
+    said = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+    return f"{type(error).__name__}: {said}".splitlines()[0]
 
 
 def seeds_of(name: str, method: str, part: float, seeds: list[int], fresh: bool) -> list[int]:
@@ -538,11 +553,12 @@ def _row(name: str, part: float, method: str) -> dict[str, str] | None:
     if not found:
         return None
     row = dict.fromkeys(_COLUMNS, "") | {
-        "network": name, "target": f"{part:.0%}", "method": method, "commit": found[-1]["commit"],
+        "network": name, "target": f"{part:.0%}", "method": method,
+        "commit": ", ".join(dict.fromkeys(f["commit"] for f in found)),
     }  # fmt: skip
     failed = next((f["failed"] for f in found if "failed" in f), None)
     if failed is not None:
-        return row | {"cut": failed[:120].replace("|", "/")}
+        return row | {"cut": failed.replace("|", "/")}
     return row | {
         "seeds": str(len(found)), "MACs left": f"{found[0]['macs']:.1%}",
         "float": "" if SUBJECTS[name].unit == "dB" else f"{found[0]['float']:.2f}",
