@@ -6,7 +6,7 @@ unpacked)::
     python benchmarks/aimet_signatures.py FOLDER [--list]
 
 A signature matches when a call written for AIMET's binds to ours: the same parameters in the same order where they are
-positional, by the same names, and none of ours beyond them without a default. What :mod:`bitwright.aimet_common.absent` lists
+positional, by the same names, and none of ours beyond them without a default. What :mod:`bitwright.aimet_common.names` lists
 is counted apart, as its capability does not exist here.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bitwright.aimet_common.absent import absence  # noqa: E402
+from bitwright.aimet_common.names import absence  # noqa: E402
 
 # Modules whose names AIMET documents, and where their definitions stand if not there.
 PUBLIC = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from bitwright.aimet_common.absent import differences, reason
+from bitwright.aimet_common.names import differences, reason
 from bitwright.errors import ConfigError
 
 PACKAGES = ("aimet_torch", "aimet_onnx", "aimet_common")

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from bitwright.aimet_common.absent import differences
+from bitwright.aimet_common.names import differences
 from bitwright.cli import app
 from bitwright.errors import ConfigError
 from bitwright.migrate import migrate, migrate_file

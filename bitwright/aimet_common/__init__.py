@@ -6,6 +6,6 @@ Bitwright's own API and maps the result. New code is better written against :mod
 :mod:`bitwright.onnx`.
 """
 
-from bitwright.aimet_common.aliases import install
+from bitwright.aimet_common.names import install
 
 install()

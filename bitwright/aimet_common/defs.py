@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.names import absent_names
 from bitwright.core.numerics.formats import FLOAT_FORMATS, Format, IntFormat, parse_format
 from bitwright.errors import ConfigError, close_matches, with_article
 

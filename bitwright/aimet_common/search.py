@@ -1,4 +1,4 @@
-"""AIMET's ``AutoQuant`` and automatic mixed precision by our searches."""
+"""AIMET's ``AutoQuant`` and automatic mixed precision by our searches, and the pages that AIMET writes about them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CallbackFunc
+from bitwright.aimet_common.names import differs
 from bitwright.errors import ConfigError, check_keywords, with_article
 from bitwright.precision.auto import AutoResult, auto_quantize
-from bitwright.precision.pages import write_pages
+from bitwright.precision.result import MixedPrecision
 from bitwright.precision.search import mixed_precision
 from bitwright.precision.trials import FIRST, Trial
+from bitwright.report.page import points_chart, scores_chart, write_page
 
 # ------------------------------------------------------------------------------------ mixed precision
 
@@ -249,3 +250,35 @@ def _takes_samples(callback: Callable[..., Any]) -> bool:
         return False
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(needed) == 2 or any(p.name == "num_samples" for p in parameters)
+
+
+def write_pages(result: MixedPrecision, folder: Path, dearest: float) -> None:
+    """``pareto_curve.html`` and ``quantizer_group_sensitivity.html``, pages without scripts.
+
+    Args:
+        dearest: bit operations that costs are relative to.
+    """
+    name = str(result.metric["name"]) if result.metric is not None else "metric"
+    shown = {
+        f"{'front' if front else 'other'}: {p.name}": (p.costs["bit_ops"] / dearest, float(p.metric))
+        for front in (True, False)
+        for p in result.points
+        if p.front == front and p.metric is not None
+    }
+    fronts = {label: point for label, point in shown.items() if label.startswith("front")}
+    axes = ("relative bit operations", name)
+    write_page(
+        folder / "pareto_curve.html",
+        "Mixed precision: Pareto front",
+        points_chart(fronts, *axes, joined=True),
+        points_chart(shown, *axes, title="All points that were measured"),
+    )
+    by_candidate = {
+        candidate: {group: values[candidate] for group, values in result.sensitivities.items() if candidate in values}
+        for candidate in result.candidates
+    }
+    write_page(
+        folder / "quantizer_group_sensitivity.html",
+        "Mixed precision: SQNR of the outputs with one group alone at a precision, as estimated",
+        *(scores_chart(scores, "dB", candidate) for candidate, scores in by_candidate.items() if scores),
+    )

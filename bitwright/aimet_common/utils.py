@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.defs import CallbackFunc as CallbackFunc  # its older path
+from bitwright.aimet_common.names import absent_names
 from bitwright.core.placement.aimet_config import ALIASES, shipped_config
 from bitwright.core.simulation.float_model import Handle as Handle
 from bitwright.errors import ConfigError

@@ -4,8 +4,8 @@
 """
 
 from bitwright import __version__
-from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import float8e4m3fn, float8e5m2, float16, int2, int4, int8, int16, qtype
+from bitwright.aimet_common.names import names_below
 from bitwright.aimet_onnx.analysis import analyze_per_layer_sensitivity
 from bitwright.aimet_onnx.defs import QSpec
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel, compute_encodings, encodings_to_onnx_qdq

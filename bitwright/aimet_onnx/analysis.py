@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import onnx
 
-from bitwright.aimet_common.aliases import names_below
-from bitwright.aimet_common.analyzer import QuantAnalyzerBase, Scores, checked, scores_of
+from bitwright.aimet_common.analyzer import QuantAnalyzerBase, RawFiles, Scores, checked, scores_of, write_ranges
 from bitwright.aimet_common.defs import CallbackFunc, QuantScheme
+from bitwright.aimet_common.names import names_below
 from bitwright.aimet_common.sites import activations_in_float
 from bitwright.aimet_onnx.float_methods import fold_all_batch_norms_to_weight
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
 from bitwright.aimet_onnx.utils import build_session, example_feeds, peak_signal_to_noise, proto_of, shown_outputs
 from bitwright.analysis.layer_outputs import layer_values
-from bitwright.analysis.quantizer_files import RawFiles, write_ranges
 from bitwright.analysis.subject import open_subject
 from bitwright.core.files import read_document
 from bitwright.errors import CalibrationError, ConfigError, with_article

@@ -17,7 +17,7 @@ import onnx
 
 from bitwright import onnx as front
 from bitwright.aimet_common import sites
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.names import absent_names
 from bitwright.aimet_common.sites import ClsSetInfo, ClsSetInfos
 from bitwright.aimet_onnx.utils import proto_of
 from bitwright.errors import ConfigError, ModelError, with_article

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.names import absent_names
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel, set_param_type
 from bitwright.aimet_onnx.utils import proto_of
 from bitwright.core.graph.attention import attention_products

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.aimet_common.absent import absent_attribute, absent_names
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, kind_of, number_format, qtype, range_method
+from bitwright.aimet_common.names import absent_attribute, absent_names
 from bitwright.aimet_common.sites import SiteView, affine_records, grouped_bits, grouped_scale_format
 from bitwright.aimet_onnx import defs
 from bitwright.core.numerics.affine import fake_quantize, scale_multiples

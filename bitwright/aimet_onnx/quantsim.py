@@ -15,7 +15,6 @@ from typing import Any
 import onnx
 
 from bitwright import onnx as front
-from bitwright.aimet_common.absent import absent_attribute, absent_names, differs
 from bitwright.aimet_common.defs import (
     QuantizationDataType,
     QuantScheme,
@@ -24,7 +23,8 @@ from bitwright.aimet_common.defs import (
     qtype,
     range_method,
 )  # fmt: skip
-from bitwright.aimet_common.sites import ConnectedGraph, grouped_scale_format
+from bitwright.aimet_common.names import absent_attribute, absent_names, differs
+from bitwright.aimet_common.sites import ConnectedGraph, fit_products, grouped_scale_format, tie_joined
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
@@ -34,7 +34,6 @@ from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.core.placement.aimet_config import written_kernels
-from bitwright.core.simulation.ties import fit_products, tie_joined
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
 from bitwright.export.encodings.of_simulation import exported_names
 from bitwright.export.encodings.read import read_encodings

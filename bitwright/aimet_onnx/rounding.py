@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitwright import onnx as front
-from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.names import absent_names, differs
 from bitwright.methods.rounding import seq_mse
 
 __all__ = [

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.names import absent_names
 from bitwright.aimet_common.utils import CachedDataset as CachedDataset
 from bitwright.errors import ModelError
 from bitwright.onnx.model.data import input_specs, random_feeds

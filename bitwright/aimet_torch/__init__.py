@@ -4,7 +4,7 @@
 """
 
 from bitwright import __version__
-from bitwright.aimet_common.aliases import names_below
+from bitwright.aimet_common.names import names_below
 from bitwright.aimet_torch import nn
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 

@@ -1,36 +1,37 @@
-"""``aimet_torch.quant_analyzer``, ``layer_output_utils``, ``visualize_model`` and ``visualization_tools``."""
+"""``aimet_torch.quant_analyzer``, ``layer_output_utils``, ``visualize_model`` and ``visualization_tools``; and, of what a model
+should have before it is quantized, ``arch_checker`` and ``model_validator``.
+"""
 
 from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_common.absent import differs
-from bitwright.aimet_common.analyzer import QuantAnalyzerBase, Scores, checked
+from bitwright.aimet_common.analyzer import QuantAnalyzerBase, RawFiles, Scores, checked, write_ranges
 from bitwright.aimet_common.defs import CallbackFunc, QuantScheme
+from bitwright.aimet_common.names import differs
 from bitwright.aimet_torch.float_methods import fold_all_batch_norms
 from bitwright.aimet_torch.module_quantizers import original_model, record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
+from bitwright.analysis.architecture import RULES, Finding, Rule, check_architecture
+from bitwright.analysis.architecture import ArchitectureReport as ArchCheckerReport
 from bitwright.analysis.layer_outputs import names_of_export
-from bitwright.analysis.quantizer_files import RawFiles, write_ranges
-from bitwright.analysis.weight_pages import (
-    visualize_changes_after_optimization,
-    visualize_relative_weight_ranges_to_identify_problematic_layers,
-    visualize_weight_ranges,
-)  # fmt: skip
-from bitwright.errors import ConfigError, with_article
+from bitwright.errors import ConfigError, ModelError, close_matches, with_article
+from bitwright.report.page import ranges_chart, scores_chart, write_page
 from bitwright.torch.calls.inputs import is_leaf, tensors_in, walk_modules
 
 __all__ = [
-    "CallbackFunc", "LayerOutput", "LayerOutputUtil", "NamingScheme", "QuantAnalyzer", "visualize_advanced_stats",
+    "RULES", "ArchChecker", "ArchCheckerReport", "CallbackFunc", "Finding", "LayerOutput", "LayerOutputUtil", "ModelValidator",
+    "NamingScheme", "QuantAnalyzer", "Rule", "visualize_advanced_stats",
     "visualize_changes_after_optimization", "visualize_relative_weight_ranges_to_identify_problematic_layers",
     "visualize_stats", "visualize_weight_ranges",
 ]  # fmt: skip
@@ -248,3 +249,187 @@ def visualize_advanced_stats(
     """As :func:`visualize_stats`, without the percentiles, which a warning says: ``sim.report(path)`` draws whole histograms."""
     differs("visualize_advanced_stats", "percentiles are not drawn; sim.report(path) draws histograms with their grids")
     write_ranges(sim, save_path, "Ranges of the quantizers")
+
+
+Rows = list[dict[str, Any]]
+
+
+def visualize_weight_ranges(model: nn.Module, results_dir: str, selected_layers: Sequence[str] | None = None) -> Rows:
+    """Write the range of every output channel of the weights as ``visualize_weight_ranges.html``.
+
+    Args:
+        model: any module.
+        results_dir: folder of the page.
+        selected_layers: names of modules; all convolutions and linear layers by default.
+
+    Returns:
+        A mapping per layer: ``layer``, and ``min``, ``max``, ``mean``, ``std`` per channel.
+
+    Raises:
+        ConfigError: (a ValueError) a name is not a module with a weight.
+    """
+    rows = list(_layers(model, selected_layers))
+    charts = [ranges_chart(_pairs(row), row["layer"]) for row in rows]
+    write_page(Path(results_dir) / "visualize_weight_ranges.html", "Ranges of weights", *charts)
+    return rows
+
+
+def visualize_relative_weight_ranges_to_identify_problematic_layers(
+    model: nn.Module, results_dir: str, selected_layers: Sequence[str] | None = None
+) -> Rows:
+    """Write how much wider each channel's range is than the narrowest of its layer, the most disparate layer first.
+
+    The page is ``visualize_relative_weight_ranges_to_identify_problematic_layers.html``. Arguments, result and errors are those
+    of :func:`visualize_weight_ranges`, with ``relative`` per channel.
+    """
+    rows = []
+    for row in _layers(model, selected_layers):
+        spans = np.asarray(row["max"]) - np.asarray(row["min"])
+        narrowest = spans[spans > 0].min(initial=np.inf)
+        relative = spans / narrowest if np.isfinite(narrowest) else np.ones_like(spans)
+        rows.append({**row, "relative": relative.tolist()})
+    rows.sort(key=lambda row: -max(row["relative"], default=0.0))
+    widest = {row["layer"]: float(max(row["relative"], default=0.0)) for row in rows}
+    charts = [scores_chart(widest, "widest over narrowest channel")]
+    charts += [
+        scores_chart({str(i): v for i, v in enumerate(row["relative"])}, "relative range", row["layer"])
+        for row in rows[:20]
+    ]
+    name = "visualize_relative_weight_ranges_to_identify_problematic_layers"
+    write_page(Path(results_dir) / f"{name}.html", "Relative ranges of weights", *charts)
+    return rows
+
+
+def visualize_changes_after_optimization(
+    old_model: nn.Module, new_model: nn.Module, results_dir: str, selected_layers: Sequence[str] | None = None
+) -> Rows:
+    """Write the ranges of both models' weights, layer by layer, as ``visualize_changes_after_optimization.html``.
+
+    Arguments, result and errors are those of :func:`visualize_weight_ranges`; the mappings have ``before`` and ``after``. Layers
+    that one of the models lacks are left out.
+    """
+    before = {row["layer"]: row for row in _layers(old_model, selected_layers)}
+    after = {row["layer"]: row for row in _layers(new_model, selected_layers)}
+    rows, charts = [], []
+    for name in (name for name in before if name in after):
+        rows.append({"layer": name, "before": before[name], "after": after[name]})
+        charts += [
+            ranges_chart(_pairs(before[name]), f"{name}, before"),
+            ranges_chart(_pairs(after[name]), f"{name}, after"),
+        ]
+    write_page(Path(results_dir) / "visualize_changes_after_optimization.html", "Changes of weights", *charts)
+    return rows
+
+
+def _layers(model: nn.Module, selected: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """Statistics of the weight of every selected layer."""
+    modules = dict(walk_modules(model))
+    for name in selected or ():
+        if name not in modules or getattr(modules[name], "weight", None) is None:
+            problem = f"{name!r} is not a module with a weight{close_matches(name, modules)}"
+            raise ConfigError("selected_layers", problem, "use names of model.named_modules()")
+    wanted = selected or [n for n, m in modules.items() if isinstance(m, (nn.modules.conv._ConvNd, nn.Linear))]
+    for name in wanted:
+        module: Any = modules[name]
+        values = module.weight.detach().cpu().float().numpy()
+        axis = 1 if isinstance(module, nn.modules.conv._ConvTransposeNd) else 0
+        rows = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1) if values.ndim > 1 else values[:, None]
+        told = {"min": rows.min(1), "max": rows.max(1), "mean": rows.mean(1), "std": rows.std(1)}
+        yield {"layer": name, **{key: numbers.tolist() for key, numbers in told.items()}}
+
+
+def _pairs(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    return {str(i): pair for i, pair in enumerate(zip(row["min"], row["max"], strict=True))}
+
+
+class ArchChecker:
+    """Checks a model against :data:`RULES`, and for batch norms that cannot be folded."""
+
+    @staticmethod
+    def check_model_arch(
+        model: nn.Module, dummy_input: Any, result_dir: str | None = None, *, rules: tuple[Rule, ...] = RULES
+    ) -> ArchCheckerReport:
+        """Check a model by the rules.
+
+        Args:
+            model: left as it is.
+            dummy_input: an example of its input.
+            result_dir: folder for ``arch_checker_report.html``; AIMET writes it in any case.
+            rules: instead of the table of :mod:`bitwright.analysis.architecture`.
+        """
+        given = tuple(dummy_input) if isinstance(dummy_input, list) else dummy_input
+        graph = front.QuantizationSimModel(model, given).graph
+        folds = front.fold_all_batch_norms(copy.deepcopy(model), dummy_input=given, progress=False)
+        report = check_architecture(graph, rules, folds.skipped)
+        if result_dir is not None:
+            report.export_to_html(result_dir)
+        return report
+
+    @staticmethod
+    def add_node_check(check_target_type: Any, arch_check: Any) -> None:
+        """AIMET keeps checks for the whole process; here they are given to :meth:`check_model_arch`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "ArchChecker.add_node_check",
+            "checks are not kept for the process",
+            "pass them: ArchChecker.check_model_arch(model, dummy_input, rules=(*RULES, Rule(...)))",
+        )
+
+    @staticmethod
+    def add_pattern_check(arch_check: Any) -> None:
+        """As :meth:`add_node_check`.
+
+        Raises:
+            ConfigError: always.
+        """
+        ArchChecker.add_node_check(None, arch_check)
+
+    @staticmethod
+    def set_export_dir(dir_path: str) -> None:
+        """AIMET keeps one folder for the whole process; here it is given to :meth:`check_model_arch`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "ArchChecker.set_export_dir",
+            "a folder is not kept for the process",
+            f"pass it: ArchChecker.check_model_arch(model, dummy_input, result_dir={dir_path!r})",
+        )
+
+
+# ------------------------------------------------------------------------------------ what stands in the way of a simulation
+
+
+class ModelValidator:
+    """Reused modules and functional calls are not obstacles here; a model that cannot be recorded is one."""
+
+    @staticmethod
+    def validate_model(
+        model: nn.Module, model_input: Any, checks: tuple[Callable[..., bool], ...] = (), **kwargs: Any
+    ) -> bool:
+        """Whether ``model`` runs on ``model_input`` and its operators can be seen; ``checks`` are asked as well.
+
+        A check is ``check(model, model_input, **kwargs) -> bool``.
+        """
+        try:
+            front.QuantizationSimModel(model, model_input)
+        except ModelError:
+            return False
+        return all(check(model, model_input, **kwargs) for check in checks)
+
+    @staticmethod
+    def add_check(validation_check: Callable[..., bool]) -> None:
+        """AIMET keeps checks for the whole process; here they are given to :meth:`validate_model`.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "ModelValidator.add_check",
+            "checks are not kept for the process",
+            "pass them: ModelValidator.validate_model(model, model_input, checks=(check,))",
+        )

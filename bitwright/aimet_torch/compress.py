@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CompressionScheme, CostMetric, GreedySelectionParameters, RankSelectScheme
+from bitwright.aimet_common.names import differs
 from bitwright.compression.by_ratio import ChannelRatios, GreedyRatios, RankRatios
 from bitwright.compression.groups import Dependencies, Group
 from bitwright.compression.ratios import Scores

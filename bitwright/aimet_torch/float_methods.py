@@ -17,7 +17,7 @@ from torch import nn
 
 from bitwright import torch as front
 from bitwright.aimet_common import sites
-from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.names import absent_names, differs
 from bitwright.aimet_common.sites import ClsSetInfo, ClsSetInfos, GraphOp
 from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel, QuantParams

@@ -10,9 +10,8 @@ from typing import IO, Any, Literal, get_args
 import torch
 from torch import nn
 
-from bitwright.aimet_common.absent import differs
-from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import CallbackFunc, QuantizationDataType
+from bitwright.aimet_common.names import differs, names_below
 from bitwright.aimet_common.search import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.core.graph.graph import Op
 from bitwright.errors import ConfigError

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from bitwright.aimet_common.aliases import names_below
+from bitwright.aimet_common.names import names_below
 from bitwright.aimet_torch import quantized_modules, quantizers
 from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantized_modules import (

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.names import absent_names, differs
 from bitwright.aimet_torch.quantized_modules import Add, BaseQuantizationMixin, Multiply
 from bitwright.aimet_torch.quantizers import QuantizeDequantize
 from bitwright.errors import ConfigError, with_article

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.aimet_common.absent import absence, absent_attribute, absent_names
+from bitwright.aimet_common.names import absence, absent_attribute, absent_names
 from bitwright.aimet_common.sites import activations_in_float
 from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_torch.module_quantizers import (
@@ -34,8 +34,8 @@ from bitwright.aimet_torch.module_quantizers import (
 )  # fmt: skip
 from bitwright.aimet_torch.quantizers import DequantizedTensor, QuantizedTensor, with_encoding
 from bitwright.errors import ModelError, with_article
-from bitwright.torch.calls.function_modules import FUNCTION_MODULES, TENSORS, ComposedAttention
 from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.modularize import FUNCTION_MODULES, TENSORS, ComposedAttention
 
 # ------------------------------------------------------------------------------------ quantized classes
 

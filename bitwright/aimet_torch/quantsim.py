@@ -24,10 +24,9 @@ from safetensors.torch import save_model as save_tensors
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_common.absent import absent_attribute, differs
-from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method
-from bitwright.aimet_common.sites import ConnectedGraph
+from bitwright.aimet_common.names import absent_attribute, differs, names_below
+from bitwright.aimet_common.sites import ConnectedGraph, fit_products
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
@@ -56,7 +55,6 @@ from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.core.placement.aimet_config import written_kernels
 from bitwright.core.simulation.sites import SiteMap
-from bitwright.core.simulation.ties import fit_products
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError, with_article
 from bitwright.export.artefacts import rename_ports
 from bitwright.export.files.onnx_file import moved_model, save_model

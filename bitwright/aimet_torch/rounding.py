@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.aimet_common.defs import QuantScheme, range_method
+from bitwright.aimet_common.names import absent_names, differs
 from bitwright.aimet_torch.module_quantizers import SiteQuantizer, below
 from bitwright.aimet_torch.quantizers import QuantizeDequantize
 from bitwright.aimet_torch.quantsim import QuantizationSimModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from bitwright.aimet_common.absent import names
+from bitwright.aimet_common.names import names
 from bitwright.aimet_torch.quantized_modules import quantized_class
 
 _MODELS = "aimet_torch.nn.transformers.models."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.names import absent_names
 from bitwright.aimet_common.utils import CachedDataset as Batches
 from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_common.utils import StopForwardException as StopForwardException

@@ -6,6 +6,8 @@ fed the simulation's own values from upstream, and what it produces is compared 
 there, in steps of its grid (LSB). That happens twice: with float kernels (``session.disable_quant_qdq=1``,
 all other optimisations on) and in the runtime's default mode, where QDQ groups become integer kernels. Time
 and memory are linear in the model; how it is taken apart is told in :mod:`bitwright.compare.cut`.
+
+Of outputs whose rows an operator selected before the last layers, only rows of the same index are compared (:class:`RowMatch`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.agreement import Agreement, compare, spread
+from bitwright.compare.agreement import Agreement, compare, level, spread
 from bitwright.compare.bodies import after_pools, open_bodies, runs_of, side_by_side
 from bitwright.compare.cut import Cut, Place, constant_at, cut_by_sites, zero_points
 from bitwright.compare.generation import verify_generation
@@ -38,11 +40,10 @@ from bitwright.compare.reasons import (
     sums_saturate,
 )
 from bitwright.compare.report import OutputRow, Row, VerifyReport
-from bitwright.compare.rows import RowMatch
 from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, computed_otherwise, run_in, run_model
 from bitwright.compare.saturation import integer_products
 from bitwright.compare.sides import read_file
-from bitwright.core.simulation.output_quality import RowOrder
+from bitwright.core.simulation.output_quality import RowOrder, matched_rows, places_of
 from bitwright.errors import ConfigError, ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.edges import with_float_edges
@@ -533,3 +534,69 @@ def _flat_file(folder: Path, stem: str, listed: set[str]) -> bytes:
         problem = f"the export has no LiteRT file {name}"
         raise ExportError(str(folder), problem, "export the model again with target='litert'")
     return (folder / name).read_bytes()
+
+
+@dataclass(frozen=True)
+class RowMatch:
+    """What the simulation returned, and which rows of it stand beside which rows of a file.
+
+    ``TopK`` chooses rows by scores, and rows of nearly equal scores change places from one execution to another.
+
+    Attributes:
+        expected: output -> what the simulation returned.
+        orders: output -> the choice that orders its rows in the simulation; empty where nothing is chosen.
+        model: the file, with its own choices among the outputs where an order is given.
+        choices: names of these.
+        as_written: whether ``model`` is the file as it stands.
+    """
+
+    expected: Mapping[str, Array]
+    orders: Mapping[str, RowOrder]
+    model: ir.Model
+    choices: frozenset[str] = frozenset()
+    as_written: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        model: ir.Model,
+        expected: Mapping[str, Array],
+        orders: Mapping[str, RowOrder] | None,
+        *,
+        as_written: bool = True,
+    ) -> RowMatch:
+        """For a file as ``to_qdq`` wrote it, which is not changed; without ``as_written`` one whose inputs were converted."""
+        known = {name: order for name, order in (orders or {}).items() if name in expected}
+        if not known:
+            return cls(expected, {}, model, as_written=as_written)
+        shown = copy_model(model)
+        held = set(shown.graph.outputs)
+        made = [node.outputs[1] for node in shown.graph if node.op_type == "TopK" and node.outputs[1].name]
+        shown.graph.outputs.extend(value for value in made if value not in held)
+        return cls(expected, known, shown, frozenset(str(value.name) for value in made), as_written=False)
+
+    def level(self, name: str, found: Mapping[str, Array]) -> tuple[float, float | None]:
+        """How near an output is to the simulation.
+
+        Args:
+            name: of the output.
+            found: output of :attr:`model` -> its value.
+
+        Returns:
+            Signal-to-noise ratio in dB; and the share of the rows that both chose, ``None`` where rows are compared in their
+            order. Of several operators that choose as many rows, the one is taken that chose most of the same.
+        """
+        wanted, own, order = self.expected[name], found.get(name), self.orders.get(name)
+        if order is None or own is None or own.shape != wanted.shape:
+            return level(wanted, own), None
+        alike = [found[choice] for choice in self.choices if found[choice].shape == order.indices.shape]
+        both, at = max((places_of(order.indices, one) for one in alike), key=_share, default=(None, None))
+        if both is None or at is None:
+            return level(wanted, own), None
+        if not both.any():
+            return -math.inf, 0.0
+        return level(*matched_rows(wanted, own, both, at, order.axis)), _share((both, at))
+
+
+def _share(places: tuple[Array, Array]) -> float:
+    return float(places[0].mean())

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bitwright.core.graph.active import active_shares, cached_numbers
+from bitwright.core.graph.attention import active_shares, cached_numbers
 from bitwright.core.graph.cost import as_bound, counts_bytes, lifetimes, multiplications, size
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.errors import ConfigError, checks_arguments, close_matches

@@ -33,8 +33,6 @@ from bitwright.torch.adapters import load_adapter as load_adapter
 from bitwright.torch.adapters import merge_adapters as merge_adapters
 from bitwright.torch.adapters import place_adapters as place_adapters
 from bitwright.torch.calls.inputs import Inputs as Inputs
-from bitwright.torch.error_correction import add_low_rank_branches as add_low_rank_branches
-from bitwright.torch.error_correction import correct_errors as correct_errors
 from bitwright.torch.masks import keep_masks as keep_masks
 from bitwright.torch.ranks import gather_batches as gather_batches
 from bitwright.torch.simulation.quantsim import QuantizationSimModel as QuantizationSimModel
@@ -51,4 +49,6 @@ from bitwright.torch.training import freeze_batch_norms as freeze_batch_norms
 from bitwright.torch.training import parameter_groups as parameter_groups
 from bitwright.torch.training import pivot_gradients as pivot_gradients
 from bitwright.torch.training import reestimate_bn_stats as reestimate_bn_stats
+from bitwright.torch.training.low_rank import add_low_rank_branches as add_low_rank_branches
+from bitwright.torch.training.low_rank import correct_errors as correct_errors
 from bitwright.torch.view import TorchView as TorchView

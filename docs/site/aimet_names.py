@@ -16,7 +16,7 @@ _TITLES = {"aimet_torch": "PyTorch", "aimet_onnx": "ONNX"}
 
 def aimet_sections() -> str:
     """Markdown: what is here and how it differs, what is not here and what to call instead, and how many names are which."""
-    from bitwright.aimet_common.absent import ABSENT, differences
+    from bitwright.aimet_common.names import ABSENT, differences
 
     parts = []
     for package, title in _TITLES.items():
@@ -63,7 +63,7 @@ def _joined(names: list[str]) -> str:
 
 def counts() -> tuple[Counter[str], Counter[str]]:
     """By package and the module below it: how many of AIMET's names are here, and how many raise an error."""
-    from bitwright.aimet_common.absent import names
+    from bitwright.aimet_common.names import names
 
     here: Counter[str] = Counter()
     absent: Counter[str] = Counter()

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bitwright import aimet_onnx, aimet_torch
-from bitwright.aimet_common.absent import DifferenceWarning
 from bitwright.aimet_common.defs import QuantizationDataType
+from bitwright.aimet_common.names import DifferenceWarning
 from bitwright.aimet_onnx import analysis
 from bitwright.aimet_onnx.layer_output_utils import LayerOutputUtil as OnnxOutputs
 from bitwright.aimet_onnx.quant_analyzer import QuantAnalyzer as OnnxAnalyzer

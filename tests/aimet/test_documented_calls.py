@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bitwright.aimet_common.absent import ABSENT, reason
+from bitwright.aimet_common.names import ABSENT, reason
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_torch import QuantizationSimModel as TorchSim
 from bitwright.aimet_torch.nn import QuantizedLinear

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from bitwright.aimet_common.absent import DifferenceWarning, names
+from bitwright.aimet_common.names import DifferenceWarning, names
 from bitwright.aimet_onnx import QSpec
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_onnx.llm_configurator import configure_llm
@@ -110,7 +110,7 @@ def test_sizes_of_vectors_are_checked(given: dict[str, int], message: str) -> No
         GPTVQParameters([], **given)
 
 
-@pytest.mark.filterwarnings("ignore::bitwright.aimet_common.absent.DifferenceWarning")
+@pytest.mark.filterwarnings("ignore::bitwright.aimet_common.names.DifferenceWarning")
 def test_layers_that_vectors_cannot_stand_for_are_refused(tmp_path: Path) -> None:
     model, data = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Linear(4, 4)), [torch.randn(3, 2, 4)]
     with pytest.raises(ConfigError, match="'0' is no linear layer with a quantized weight.*name nn.Linear modules"):

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bitwright.aimet_common.absent import DifferenceWarning
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme
+from bitwright.aimet_common.names import DifferenceWarning
 from bitwright.aimet_onnx import QSpec
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_onnx import compute_encodings as onnx_compute_encodings

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright import aimet_torch
-from bitwright.aimet_common.absent import absence, names
+from bitwright.aimet_common.names import absence, names
 from bitwright.aimet_torch import nn as qnn
 from bitwright.aimet_torch.nn.modules import custom
 from bitwright.aimet_torch.quantization.affine import QuantizeDequantize

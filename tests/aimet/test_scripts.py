@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitwright.aimet_common.absent import DifferenceWarning
+from bitwright.aimet_common.names import DifferenceWarning
 from bitwright.migrate import migrate
 
 FILES = sorted((Path(__file__).parent / "scripts").glob("*.py"))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bitwright.aimet_common.absent import ABSENT, INSTEAD, absence, names, reason
-from bitwright.aimet_common.aliases import ALIASES
+from bitwright.aimet_common.names import ABSENT, ALIASES, INSTEAD, absence, names, reason
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_torch import QuantizationSimModel as TorchSim
 from tests.aimet.nets import Net, batch

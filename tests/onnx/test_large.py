@@ -21,7 +21,7 @@ import pytest
 from bitwright import quantize
 from bitwright.analysis.analyze import analyze
 from bitwright.errors import ModelError
-from bitwright.export.files import results
+from bitwright.export.files import onnx_file
 from bitwright.export.files.atomic import FinishedLayers
 from bitwright.export.files.onnx_file import let_go
 from bitwright.methods.rounding.apply import apply_reconstruction
@@ -257,9 +257,9 @@ def test_a_result_that_does_not_fit_into_the_memory_is_refused_by_its_node(monke
     x = n("MatMul", n("Mul", n.input("x", (1, 1)), filled), n.weights(1 << 10, 4))
     model = n.model(n("ReduceMax", x, keepdims=0), opset=17)
     size = 1 << 26
-    monkeypatch.setattr(results, "free_memory", lambda: 2 * size)
+    monkeypatch.setattr(onnx_file, "free_memory", lambda: 2 * size)
     session.open_session(load_model(model).model, threads=1)
-    monkeypatch.setattr(results, "free_memory", lambda: 2 * size - 1)
+    monkeypatch.setattr(onnx_file, "free_memory", lambda: 2 * size - 1)
     message = r"\((ConstantOfShape|Mul)\): its result '.*' of shape \[16384, 1024\] takes 0\.1 GiB, a simulation holds it twice"
     with pytest.raises(ModelError, match=message) as caught:
         quantize(model, [{"x": np.ones((1, 1), np.float32)}], recipe=["fold"], progress=False)

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bitwright.torch.calls.function_modules import FUNCTION_MODULES
-from bitwright.torch.modularize import modularized
+from bitwright.torch.modularize import FUNCTION_MODULES, modularized
 
 CASES = {
     "relu": (lambda a, b: F.relu(a, inplace=False), nn.ReLU),

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from bitwright.core.graph.attention import attention_sums
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.linear_attention import attention_sums
 from bitwright.core.graph.operators import Need, OpRow, op_row
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of
 

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from bitwright.core.graph.active import unrepeated
-from bitwright.core.graph.attention import attention_products
+from bitwright.core.graph.attention import attention_products, unrepeated
 from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format

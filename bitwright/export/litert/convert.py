@@ -14,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from bitwright.errors import ExportError
 from bitwright.export.edges import Edges, as_file_inputs, told
-from bitwright.export.litert import arithmetic, images, movement, norms, pools, products
+from bitwright.export.litert import arithmetic, images, movement, products
 from bitwright.export.litert.flat import Grid
 from bitwright.export.litert.lowering import SHIFTS, FreeBatchError, Lowering, trace_model
 from bitwright.export.qdq.forms import read_metadata
@@ -28,8 +28,6 @@ LOWERINGS: dict[str, Callable[[Lowering, ir.Node], None]] = {
     **arithmetic.LOWERINGS,
     **images.LOWERINGS,
     **movement.LOWERINGS,
-    **norms.LOWERINGS,
-    **pools.LOWERINGS,
     **products.LOWERINGS,
 }
 

@@ -22,8 +22,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.integer_sums import bias_entries
 from bitwright.errors import close_matches
-from bitwright.export.files.onnx_file import all_graphs, all_nodes
-from bitwright.export.files.results import check_results
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, check_results
 from bitwright.export.qdq.forms import Pair
 from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.stored import transpose_encoding

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.atomic import no_room, temporary_room
-from bitwright.export.files.onnx_file import all_graphs, write_elements
-from bitwright.export.files.results import check_results, free_memory
+from bitwright.export.files.onnx_file import all_graphs, check_results, free_memory, write_elements
 from bitwright.progress import collector_paused
 from bitwright.runtimes.onnxruntime import CPU, FLOAT_KERNELS, new_session, refusals, session_options
 

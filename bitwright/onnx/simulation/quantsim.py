@@ -48,7 +48,7 @@ from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.output_quality import one_of_runs
 from bitwright.core.simulation.quantizer import Quantizer
-from bitwright.core.simulation.simulation import Lock, Occupancy, fed, nothing_ran
+from bitwright.core.simulation.simulation import Lock, Occupancy, all_or_nothing, fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers, required_encodings
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, checks_methods
 from bitwright.export.artefacts import (
@@ -58,6 +58,16 @@ from bitwright.export.artefacts import (
     check_encoding_version,
     recurrent_form,
     write_artefacts,
+)
+from bitwright.export.checkpoint import (
+    check_names,
+    check_tensor,
+    put_statistics,
+    read_checkpoint,
+    settings_in,
+    state_of,
+    tensors_of,
+    write_checkpoint,
 )
 from bitwright.export.edges import edges_of, representable
 from bitwright.export.encodings.of_simulation import SimulationFiles
@@ -1277,15 +1287,13 @@ class QuantizationSimModel(SimulationFiles):
 
     @checks_arguments
     def save_checkpoint(self, folder: str | Path) -> Path:
-        """Write parameters, quantizers and what calibration saw; see :mod:`bitwright.onnx.simulation.checkpoint`."""
-        from bitwright.onnx.simulation.checkpoint import save_checkpoint
+        """Write parameters, quantizers and what calibration saw; see :mod:`bitwright.onnx.simulation.quantsim`."""
 
         return save_checkpoint(self, folder)
 
     @checks_arguments
     def load_checkpoint(self, folder: str | Path) -> None:
         """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
-        from bitwright.onnx.simulation.checkpoint import load_checkpoint
 
         with self._changing("load_checkpoint"):
             load_checkpoint(self, folder)
@@ -1298,3 +1306,69 @@ class QuantizationSimModel(SimulationFiles):
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether two states hold the same encoding objects, which are immutable."""
     return len(one) == len(other) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True))
+
+
+_OTHER_MODEL = "build the simulation from the same model and rules, with the same methods applied to the model before"
+
+
+def save_checkpoint(sim: Any, folder: str | Path) -> Path:
+    """Write parameters, quantizers and calibration statistics into ``folder``, created if missing.
+
+    ``sim`` is a :class:`bitwright.onnx.QuantizationSimModel`. An earlier checkpoint there is replaced at once: whatever stops
+    this call, :func:`load_checkpoint` finds the earlier one or the new one, whole.
+
+    Raises:
+        ExportError: the folder cannot be written; an earlier checkpoint in it is as it was.
+    """
+    from safetensors.numpy import save
+
+    return write_checkpoint(folder, sim, save(_parameters(sim)), state_of(sim, lambda site: {}))
+
+
+def load_checkpoint(sim: Any, folder: str | Path) -> None:
+    """Read a checkpoint into ``sim``, which must simulate the same model under the same rules.
+
+    Everything is read and checked before anything changes. What calibration saw is read too: bits, range methods and symmetry
+    can be changed, and files for other targets be written, without data.
+
+    Raises:
+        EncodingsError: no checkpoint there, a part of it is damaged, missing or of another checkpoint, or it is one of
+            another model (which names are missing or extra).
+    """
+    from safetensors.numpy import load
+
+    folder = Path(folder)
+    loaded = read_checkpoint(folder, load)
+    own = _parameters(sim)
+    check_names(tensors_of(folder), own, loaded.tensors, _OTHER_MODEL)
+    for name, tensor in loaded.tensors.items():
+        check_tensor(folder, name, tensor, own[name])
+    settings = settings_in(sim, folder, loaded, _OTHER_MODEL)
+    with all_or_nothing(sim, parameters=True):
+        for name, tensor in loaded.tensors.items():
+            if tensor.tobytes() != own[name].tobytes():
+                kind = sim.marked.graph.initializers[name].const_value
+                assert kind is not None
+                raw = kind.dtype.numpy().kind == "V"
+                sim.set_parameter(name, tensor.view(kind.dtype.numpy()) if raw else tensor)
+        if loaded.repairs != sim.repairs:
+            sim._put_in_force(loaded.repairs)
+        for name, setting in settings.items():
+            setting.put(sim.quantizers[name])
+        put_statistics(sim, loaded)
+        sim.calibrated, sim.calibration_log = loaded.calibrated, None
+        sim.forget_simulations()
+
+
+def _parameters(sim: Any) -> dict[str, NDArray[Any]]:
+    """Numeric initializers by name; dtypes that numpy lacks as integers of the same bytes."""
+    found = {}
+    for name, value in sim.marked.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype.is_string():
+            continue
+        array = tensor.numpy()
+        if array.dtype.kind == "V":
+            array = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+        found[name] = np.array(array, array.dtype.newbyteorder("="), order="C")
+    return found

@@ -1,16 +1,18 @@
 """Record a run of the model as a ``core.Graph``: which tensor came from which call.
 
 Several runs may be recorded into one graph; calls with the same key are the same op, so both sides of a data-dependent
-branch, or a longer sequence, extend the graph and never duplicate it.
+branch, or a longer sequence, extend the graph and never duplicate it. So are the two kinds of forward calls of ``generate``:
+on all tokens of an input, then on one token with a cache.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ from bitwright.errors import ModelError
 from bitwright.torch.calls.functions import SET_ITEM, Function, function_of
 from bitwright.torch.calls.inputs import (
     ARRAYS,
+    Continuation,
     as_call,
     caches_in,
     evaluation,
@@ -32,7 +35,9 @@ from bitwright.torch.calls.inputs import (
     holds_arrays,
     is_leaf,
     map_arguments,
+    map_tensors,
     named_state,
+    same_draws,
     tensors_in,
 )
 from bitwright.torch.interception.intercept import ACCESS, Frame, Handler, Interceptor, Key, forward_signature
@@ -715,3 +720,84 @@ def _note_again(call: Call, op_type: str, inputs: Sequence[int | None], attrs: M
     for port, value in enumerate(inputs):
         if value is not None and (port >= len(call.inputs) or call.inputs[port] != value):
             call.also[port, value] = None
+
+
+logger = logging.getLogger("bitwright")
+
+#: inputs of a forward that ``generate`` makes itself
+_MADE = (
+    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "labels", "position_ids", "cache_position",
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "logits_to_keep",
+)  # fmt: skip
+_TOKENS = 2
+
+
+def generates(model: nn.Module) -> bool:
+    """Whether ``model`` is one of transformers that generates tokens with a cache."""
+    can: Any = getattr(model, "can_generate", None)
+    return callable(getattr(model, "generate", None)) and callable(can) and bool(can())
+
+
+def generated_calls(model: nn.Module, example: Any) -> list[Continuation]:
+    """The forward calls while ``model`` generates two tokens from ``example``; none, with a log entry, where it cannot.
+
+    Args:
+        model: see :func:`generates`; whatever runs at its calls does so here, too.
+        example: input of its forward. One with a cache is a call of that kind itself.
+    """
+    if caches_in(example):
+        return []
+    found: list[Continuation] = []
+
+    def note(_model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        found.append(map_tensors(Continuation(args, dict(kwargs)), torch.clone))
+
+    args, kwargs = as_call(example)
+    signature = forward_signature(model)
+    if signature is not None and args:
+        kwargs = {**signature.bind_partial(*args).arguments, **kwargs}
+    named = {name: value for name, value in kwargs.items() if name not in _MADE and value is not None}
+    generate: Any = model.generate
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad(), evaluation(model), same_draws():
+            generate(**named, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False, num_beams=1)
+    except Exception as error:
+        logger.info(
+            "generate fails on the example, whose forward alone is recorded: %s: %s", type(error).__name__, error
+        )
+        return []
+    finally:
+        hook.remove()
+    return found
+
+
+class UnseenCalls(Handler):
+    """Computes in float; ``found``: whether a call with an integer kernel was at a place not in ``known``."""
+
+    def __init__(self, known: Container[Key]) -> None:
+        self._known, self.found = known, False
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
+
+    def end(self, output: Any) -> None:
+        """Nothing is kept."""
+
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The call itself."""
+        if not self.found and key not in self._known:
+            self.found = op_row(row.op_type(row.bind(args, kwargs))).integer
+        return func(*args, **kwargs)
+
+    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call itself."""
+        return func(*args, **kwargs)

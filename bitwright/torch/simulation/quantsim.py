@@ -52,9 +52,8 @@ from bitwright.torch.calls.inputs import (
     walk_modules,
 )
 from bitwright.torch.captured import as_module
-from bitwright.torch.interception.generation import UnseenCalls, generated_calls, generates
 from bitwright.torch.interception.intercept import Interceptor, interceptions, scripted_functions
-from bitwright.torch.interception.record import Recorder, record
+from bitwright.torch.interception.record import Recorder, UnseenCalls, generated_calls, generates, record
 from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.ranks import Ranks, calibrating_ranks, merged
 from bitwright.torch.simulation import ranges

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitwright.torch.quantizers.float4_blocks import mxfp4_rounded, nvfp4_rounded
+from bitwright.aimet_torch.module_quantizers import mxfp4_rounded, nvfp4_rounded
 
 
 def test_numbers_of_the_grid_stay_and_blocks_of_mxfp4_share_a_power_of_two() -> None:

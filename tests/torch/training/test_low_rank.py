@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bitwright.core.numerics.spec import find_preset
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import QuantizationSimModel, add_low_rank_branches, apply_gptq, correct_errors
-from bitwright.torch.error_correction import LowRankBranch
+from bitwright.torch.training.low_rank import LowRankBranch
 from tests.methods.transformer import Decoder, tokens
 from tests.support import data
 
