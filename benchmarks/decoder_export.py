@@ -16,8 +16,8 @@ from pathlib import Path
 
 import measure  # first of ours: it puts the repository on the path
 
+from bitwright.compare.generation import Generated
 from bitwright.compare.verify import verify_folder
-from bitwright.export.generation import Generated
 from bitwright.llm import export_decoder, export_openvino
 from bitwright.llm.engines import open_engine
 from bitwright.torch import QuantizationSimModel

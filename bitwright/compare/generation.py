@@ -1,16 +1,85 @@
-"""Compare the tokens of a decoder file with those of its simulation, one by one, in ONNX Runtime with the file's own cache."""
+"""Compare the tokens of a decoder file with those of its simulation, one by one, in ONNX Runtime with the file's own cache.
+
+The tokens of the simulation are stored beside the file (:class:`Generation`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bitwright.compare.runtime import EXACT_SUMS
+from bitwright.core.files import read_document
 from bitwright.errors import ExportError
-from bitwright.export.generation import Generated, Generation, read_generation
 from bitwright.runtimes.onnxruntime import new_session, refusals, session_options
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A prompt, and the simulation's continuation.
+
+    Attributes:
+        prompt, tokens: token ids.
+        margins: for each of ``tokens``, by how much its logit is larger than the next one's, as a share of the largest logit:
+            where it is below rounding, another order of summation may choose the other token.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Inputs and outputs of a decoder file, and the tokens of its simulation.
+
+    Attributes:
+        model: name of the file.
+        inputs: of the file, without the cache.
+        past, present: inputs and outputs that hold the cache, key and value of every layer in turn.
+        shapes: per layer, heads and size of a head.
+        dtype: of the cache: ``float32``, ``float16``, ``bfloat16``, ``int8``.
+        prompts: what was generated.
+    """
+
+    model: str
+    inputs: tuple[str, ...]
+    past: tuple[str, ...]
+    present: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    dtype: str
+    prompts: tuple[Generated, ...]
+
+
+def write_generation(path: Path, generation: Generation) -> None:
+    """Write a generation as JSON."""
+    path.write_text(json.dumps(asdict(generation)) + "\n", encoding="utf-8")
+
+
+def read_generation(path: str | os.PathLike[str]) -> Generation:
+    """Read the file of :func:`write_generation`.
+
+    Raises:
+        ExportError: the file is missing or damaged.
+    """
+    document: Any = read_document(Path(path), ExportError)
+    try:
+        prompts = tuple(
+            Generated(tuple(p["prompt"]), tuple(p["tokens"]), tuple(map(float, p["margins"])))
+            for p in document["prompts"]
+        )
+        inputs, past, present = (tuple(map(str, document[key])) for key in ("inputs", "past", "present"))
+        shapes = tuple((int(heads), int(size)) for heads, size in document["shapes"])
+        return Generation(str(document["model"]), inputs, past, present, shapes, str(document["dtype"]), prompts)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"it is not what export_decoder writes: {type(error).__name__}: {error}"
+        raise ExportError(os.fspath(path), problem, "export the decoder again") from error
+
 
 #: dtype of a cache -> its number in ONNX
 _TYPES = {"float32": 1, "int8": 3, "float16": 10, "bfloat16": 16}

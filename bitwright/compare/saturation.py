@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bitwright.compare.cut import attributes_of, constant_at, dequantizer, values_by_name
 from bitwright.compare.runtime import run_model
-from bitwright.core.graph.windows import windows
+from bitwright.core.numerics.arrays import windows
 from bitwright.core.numerics.integer_sums import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
 from bitwright.errors import ExportError, some_of
 from bitwright.export.qdq.forms import read_metadata

@@ -1,11 +1,16 @@
-"""``compress``: reduce the operations of a model of either front end to a target, checked and measured."""
+"""``compress``: reduce the operations of a model of either front end to a target, checked and measured.
+
+Sensitivities of parts can be measured in several processes, as the trials of mixed precision are run.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +32,6 @@ from bitwright.compression.groups import Refusal
 from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, measure_share, prune
 from bitwright.compression.ratios import Chosen
 from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norms, reconstruct
-from bitwright.compression.trials import Share, measured_shares
 from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
@@ -495,3 +499,60 @@ def prune_model(
     search = Search(progress=progress)
     job = _Job("prune_model", model, list(data), options, search, reconstruction, batch_norms, providers, in_place=True)
     return job.pruned(target)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parts that one process measures: every ``count``-th, from ``index`` on."""
+
+    index: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"share {self.index + 1} of {self.count}"
+
+    def has(self, part: int) -> bool:
+        """Whether part number ``part`` is one of them."""
+        return part % self.count == self.index
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What is sent to each process.
+
+    Attributes:
+        measure: measures a share, and keeps the numbers in a folder.
+        folder: of all shares.
+    """
+
+    measure: Callable[[Share, Path], None]
+    folder: Path
+
+    def run(self, share: Share, given_up: str = "") -> None:
+        """Measure a share; one that is given up is measured by the process that waits for it."""
+        if not given_up:
+            self.measure(share, self.folder / share.name)
+
+
+@contextmanager
+def measured_shares(
+    measure: Callable[[Share, Path], None], workers: int, executor: str, resume: str | Path | None
+) -> Iterator[list[Path]]:
+    """Folders with what the processes have measured, for the length of a ``with`` block.
+
+    Args:
+        measure: see :class:`Shares`; it can be sent to another process.
+        workers: processes.
+        executor: ``local`` or ``ray``; the processes of a cluster need access to ``resume``.
+        resume: folder that keeps the measurements; a temporary one by default.
+
+    Raises:
+        ConfigError: there is no such executor, or the model cannot be sent to a process.
+    """
+    run = find_executor(executor, workers)
+    with tempfile.TemporaryDirectory(prefix="bitwright-compress-") as temporary:
+        job = Shares(measure, Path(temporary if resume is None else resume).resolve())
+        shares = [Share(i, workers) for i in range(workers)]
+        yield [job.folder / share.name for share in run(job, shares, workers)]

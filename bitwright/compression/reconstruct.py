@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.windows import windows
+from bitwright.core.numerics.arrays import windows
 from bitwright.core.simulation.float_model import Array, SetParam, Undo, sqnr
 from bitwright.progress import progress as progress_bar
 

@@ -128,7 +128,7 @@ def _space(
         from bitwright.compression.replace_modules import module_space
 
         return module_space(model, batches, patterns, variants)
-    from bitwright.compression.replace_branches import branch_space
+    from bitwright.compression.replace_space import branch_space
 
     return branch_space(model, batches, patterns, variants, providers)
 

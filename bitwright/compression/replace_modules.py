@@ -17,8 +17,8 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.methods.front_end import plan_of
 from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
+from bitwright.torch.depth import Replaced, put_block
 from bitwright.torch.pretrained import refuse_to_save
-from bitwright.torch.replaced import Replaced, put_block
 from bitwright.torch.view import TorchView
 
 

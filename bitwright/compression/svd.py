@@ -33,7 +33,7 @@ from bitwright.compression.costs import changed_ms, graph_costs, remedy_of, slow
 from bitwright.compression.ratios import Chosen, Option, Part, Space, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.graph.windows import windows
+from bitwright.core.numerics.arrays import windows
 from bitwright.core.simulation.float_model import AddBias, Before, Chain, Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches, first_few
 from bitwright.methods.details import Detailed

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.graph.windows import conv_pads
+from bitwright.core.numerics.arrays import conv_pads
 from bitwright.executors.rounding import REQUANTIZERS, rescaled_folded
 from bitwright.executors.sums import convolution, matmul, paired_matmul, shifted, window_steps
 from bitwright.executors.tensors import Call, Grid, Tensor

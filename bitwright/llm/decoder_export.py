@@ -21,13 +21,13 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from bitwright.compare.generation import Generated, Generation, write_generation
 from bitwright.compare.runtime import run_model
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.placement.kv_cache import KvCache
 from bitwright.errors import ConfigError, ExportError, ModelError, close_matches, with_article
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import atomic_files, check_destination
-from bitwright.export.generation import Generated, Generation, write_generation
 from bitwright.export.grouped_attention import CacheNames, can_store, reads_past_length, write_grouped_attention
 from bitwright.export.qdq.markers import copy_model, strip_sites
 from bitwright.llm.files.common import tokenizer_files

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from bitwright.compare.generation import Generated, Generation, read_generation
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.atomic import atomic_files
-from bitwright.export.generation import Generated, Generation, read_generation
 from bitwright.llm.checkpoint import open_tokenizer
 from bitwright.llm.decoder_export import DecoderExport, export_decoder
 from bitwright.torch import QuantizationSimModel

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.core.graph.recurrence import CELLS, Context, Variant, step, variant_of
-from bitwright.core.graph.windows import conv_pads
+from bitwright.core.numerics.arrays import conv_pads
 from bitwright.export.qdq.markers import DOMAIN
 from bitwright.export.recurrent import (
     INITIAL_C,

@@ -41,7 +41,7 @@ from bitwright.torch.calls.inputs import (
     to_device,
     walk_modules,
 )
-from bitwright.torch.depth import drop_again
+from bitwright.torch.depth import drop_again, replaced_again
 from bitwright.torch.experts import experts_again
 from bitwright.torch.factors import rebuild_chain
 from bitwright.torch.interception.record import Call, Slot, named_inputs, record
@@ -53,7 +53,6 @@ from bitwright.torch.pretrained import (
     refuse_to_save,
     undescribed,
 )
-from bitwright.torch.replaced import replaced_again
 from bitwright.torch.view import TorchView
 
 _MOST_PLAN = 64 << 20  # bytes

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.compression import costs, trials
+from bitwright.compression import compress, costs
 from bitwright.compression.bits import BitSpace, JointSpace
 from bitwright.compression.checks import checked_dependencies
 from bitwright.compression.costs import Prices
@@ -454,7 +454,7 @@ def _apart(form: str, tmp_path: Path) -> None:
 
 
 def test_processes_share_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "find_executor", lambda name, workers: in_process)
+    monkeypatch.setattr(compress, "find_executor", lambda name, workers: in_process)
     _apart("torch", tmp_path)
 
 

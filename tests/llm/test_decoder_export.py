@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from bitwright.compare.generation import read_generation
 from bitwright.compare.verify import verify_folder
 from bitwright.errors import ConfigError, ExportError, ModelError
-from bitwright.export.generation import read_generation
 from bitwright.llm import export_decoder
 from bitwright.llm.engines import open_engine
 from bitwright.llm.openvino_export import _write_tokenizer as write_openvino_tokenizer

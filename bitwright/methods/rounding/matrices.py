@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.core.graph.windows import conv_pads
 from bitwright.core.numerics.affine import (
     format_numbers,
     round_to_float,
@@ -27,6 +26,7 @@ from bitwright.core.numerics.affine import (
     stored_scale,
     with_stored_scale,
 )
+from bitwright.core.numerics.arrays import conv_pads
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat, ScaleFormat
 

@@ -10,7 +10,7 @@ Memory: tensors are fetched in groups whose bytes stay within a budget, bounds p
 group; the runtime frees every other tensor as soon as its readers are through.
 
 Passes over a tensor are saved where they tell nothing new. What operators make of bounded numbers holds no NaN
-(:mod:`bitwright.onnx.model.finite`), and needs no sum. The minimum of a ReLU is zero where a few pixels hold a zero. Whether
+(:mod:`bitwright.onnx.model.instrument`), and needs no sum. The minimum of a ReLU is zero where a few pixels hold a zero. Whether
 a channel is constant (:mod:`bitwright.core.graph.constant_channels`) is seen from its maximum and from the minima of a few
 pixels, unless both are the same and above the least value of the tensor; then the tensor is fetched once, and all of its
 pixels are looked at from the next batch on. Of tensors that are not images all elements are, by two reductions per channel,
@@ -54,8 +54,7 @@ from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.export.files.onnx_file import all_nodes, body_protos
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs
-from bitwright.onnx.model.finite import finite_proofs
-from bitwright.onnx.model.instrument import Instrument, Tap, is_reducible, itemsize, static_bytes
+from bitwright.onnx.model.instrument import Instrument, Tap, finite_proofs, is_reducible, itemsize, static_bytes
 from bitwright.onnx.model.session import (
     Providers,
     check_providers,

@@ -50,9 +50,8 @@ from bitwright.export.edges import Edges, edges_of, representable
 from bitwright.export.encodings.records import GATED, to_onnx_order
 from bitwright.export.files.atomic import Spool, Spooled, check_destination
 from bitwright.export.files.onnx_file import all_nodes, save_in_one_file
-from bitwright.export.kernel_types import compute_in_float
 from bitwright.export.qdq.forms import read_metadata
-from bitwright.export.qdq.half import check_half, half_for
+from bitwright.export.qdq.half import check_half, compute_in_float, half_for
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq

@@ -17,8 +17,8 @@ from bitwright.core.placement.place import place
 from bitwright.core.simulation.float_model import AddBias, Bypass, SetParam, sqnr
 from bitwright.errors import ModelError
 from bitwright.onnx import equalize_model, opened
-from bitwright.onnx.model.finite import finite_proofs
 from bitwright.onnx.model.graph import UNKNOWN, build_graph
+from bitwright.onnx.model.instrument import finite_proofs
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.model.view import OnnxView, measure_shapes

@@ -13,7 +13,7 @@ from torch.export import export
 
 from bitwright.torch.simulation import exported_program as programs
 from bitwright.torch.simulation.decompose_nodes import decomposed_by_node
-from bitwright.torch.simulation.optimize import optimized
+from bitwright.torch.simulation.exported_program import optimized
 
 
 class Pictures(nn.Module):
