@@ -36,7 +36,7 @@ from bitwright.core.health.report import (
 from bitwright.core.simulation.calibration import refuse_empty, refuse_one_batch
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError
 from bitwright.progress import progress as shown
-from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, function_of
+from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Args, Func, Kwargs, function_of
 from bitwright.torch.calls.inputs import (
     as_call,
     evaluation,
@@ -133,14 +133,14 @@ class Doctor(Recorder):
             if flags.nan or (flags.bad and isinstance(tensor, nn.Parameter)):
                 self.bad_params.append(measure_tensor(name, tensor, "param"))
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Start a batch, and check the model's inputs."""
         super().begin(args, kwargs)
         self._start()
         with torch._C.DisableTorchFunction():  # what is called here is not the model's
             self._look_at_inputs(args, kwargs)
 
-    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _look_at_inputs(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         for name, tensor in named_inputs(self.signature, args, kwargs):
             if not _is_readable(tensor):
                 continue
@@ -205,7 +205,7 @@ class Doctor(Recorder):
 
     def _note(
         self, frame: Frame, key: Key, label: str, op_type: str, inputs: Sequence[int | None], attrs: dict[str, Any],
-        func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        func: Func, args: Args, kwargs: Kwargs,
     ) -> Any:  # fmt: skip
         self.count += 1
         if function_of(func) is None:
@@ -432,7 +432,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _operands(func: Callable[..., Any], op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def _operands(func: Func, op_type: str, args: Args, kwargs: Mapping[str, Any]) -> list[Any]:
     """Tensors and numbers in port order, with the states and parameters of a recurrent layer."""
     row = function_of(func)
     if row is None or op_type in _RECURRENT or op_type == "RNN":
@@ -440,7 +440,7 @@ def _operands(func: Callable[..., Any], op_type: str, args: tuple[Any, ...], kwa
     return [value for _, value in row.operands(row.bind(args, kwargs))]
 
 
-def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _written(func: Func, args: Args, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a call writes into, if it does."""
     name = str(getattr(func, "__name__", ""))
     in_place = (name.endswith("_") and not name.endswith("__")) or (
@@ -455,7 +455,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     return None
 
 
-def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+def _in_float32(func: Func, args: Args, kwargs: Kwargs) -> float | None:
     """Largest magnitude of the result in float32; ``None`` where the call cannot be repeated so."""
     wide_args, wide_kwargs = map_tensors((args, kwargs), lambda t: t.detach().float() if t.is_floating_point() else t)
     try:
@@ -466,7 +466,7 @@ def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return max((float(t.abs().max()) for t in floats if t.numel()), default=None)
 
 
-def _first_step(args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> str:
+def _first_step(args: Args, made: Sequence[torch.Tensor]) -> str:
     """``"; the first step that shows it is 7 of 20"`` for a fused recurrent layer."""
     if not made or made[0].dim() < 2:
         return ""
@@ -476,7 +476,7 @@ def _first_step(args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> str:
     return f"; the first step that shows it is {int(steps.int().argmax())} of {steps.numel()}"
 
 
-def _step_axis(args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> int:
+def _step_axis(args: Args, made: Sequence[torch.Tensor]) -> int:
     """The axis of the time steps in what a fused recurrent layer returns first."""
     flags = [value for value in args if isinstance(value, bool)]
     return 0 if made[0].dim() == 2 else int(bool(flags and flags[-1] and len(flags) >= 4))
@@ -560,7 +560,7 @@ def _shapes(call: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
     return {f"input {i}": tuple(tensor.shape) for i, tensor in enumerate(tensors_in(call))}
 
 
-def _examine(doctor: Doctor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Doctor:
+def _examine(doctor: Doctor, args: Args, kwargs: Kwargs) -> Doctor:
     """Run the model on one batch."""
     model = doctor.interceptor.model
     try:
@@ -581,7 +581,7 @@ def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor
     told: list[bool] = []
     apart: list[bool] = []
 
-    def tell_places(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def tell_places(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if not apart:
             refuse_empty(0, _shapes((args, kwargs)))
         if not told:
@@ -603,7 +603,7 @@ def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor
             hook.remove()
 
 
-def _examined_apart(interceptor: Interceptor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Doctor:
+def _examined_apart(interceptor: Interceptor, args: Args, kwargs: Mapping[str, Any]) -> Doctor:
     """Run one separate forward, also during another."""
     doctor = _doctor(interceptor)
     with interceptor.suspended(doctor), torch.no_grad():
@@ -613,7 +613,7 @@ def _examined_apart(interceptor: Interceptor, args: tuple[Any, ...], kwargs: Map
 
 def diagnose_batch(
     interceptor: Interceptor,
-    args: tuple[Any, ...],
+    args: Args,
     kwargs: Mapping[str, Any],
     repaired: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> HealthReport:

@@ -21,7 +21,7 @@ from bitwright.methods.folding.batch_norm_fold import FoldReport
 from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened, Part
 from bitwright.methods.layers import Array, Layer, Reversible
 from bitwright.progress import progress as progress_bar
-from bitwright.torch.calls.functions import Function
+from bitwright.torch.calls.functions import Args, Func, Function, Kwargs
 from bitwright.torch.calls.inputs import (
     Inputs,
     as_call,
@@ -57,15 +57,7 @@ class Watching(Simulator):
         vars(self).update(vars(simulator))  # shared, as variants of a simulator share it
         self._watches = watches
 
-    def call(
-        self,
-        frame: Frame,
-        key: Key,
-        row: Function,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, frame: Frame, key: Key, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run a call, and apply the function of its operator, if any."""
         plan = self.plans.get(key)
         watch = None if plan is None else self._watches.get(plan.op)
@@ -309,7 +301,7 @@ class TorchPart(Part):
     def recorded(self, keep: Callable[[Any], None]) -> Iterator[None]:
         """As the base class says."""
 
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def record(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             call = Inputs(args, kwargs) if args and kwargs else kwargs or args
             keep(map_tensors(call, lambda tensor: tensor.detach().clone()))
 
@@ -320,7 +312,7 @@ class TorchPart(Part):
     def replaced(self, sim: QuantizationSimModel) -> Iterator[None]:
         """As the base class says; the module runs as well, since a hook can replace only what it returned."""
 
-        def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def answer(module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
             return sim.model(*args, **kwargs)
 
         with self._hooked(self.target.register_forward_hook(answer, with_kwargs=True)):

@@ -24,7 +24,7 @@ from bitwright.errors import ModelError
 from bitwright.methods.rounding.driver import parameter_readers
 from bitwright.methods.rounding.program import Program, Quantize, State, Step, run
 from bitwright.torch.calls import recurrent
-from bitwright.torch.calls.functions import SET_ITEM, Function, function_of
+from bitwright.torch.calls.functions import SET_ITEM, Args, Func, Function, Kwargs, function_of
 from bitwright.torch.calls.inputs import (
     as_call,
     evaluation,
@@ -112,7 +112,7 @@ class _Tracer(Handler):
         self._named: dict[int, int] = {}
         self._count = 0
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Note the model's inputs."""
         for tensor in tensors_in((args, kwargs)):
             if self._known(tensor) is None:
@@ -126,14 +126,11 @@ class _Tracer(Handler):
         self.outputs = tensors_in(output)
         self.returned = tuple(self._value(tensor) for tensor in self.outputs)
 
-    def call(
-        self, frame: Frame, key: Key, row: Function, func: Callable[..., Any], args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+    def call(self, frame: Frame, key: Key, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """A call of a known function."""
         return self._note(key, row, func, args, kwargs)
 
-    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, frame: Frame, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Any other call."""
         row = function_of(func)
         name = getattr(func, "__name__", "call")
@@ -143,10 +140,7 @@ class _Tracer(Handler):
         key = frame.other_key(name) if row is None else frame.movement_key(row.label)
         return self._note(key, row, func, args, kwargs)
 
-    def _note(
-        self, key: Key, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+    def _note(self, key: Key, row: Function | None, func: Func, args: Args, kwargs: Kwargs) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             # tensors inside torch.vmap hold no values; what it returns (a mask) is a constant of this run
             self.read = True
@@ -175,9 +169,7 @@ class _Tracer(Handler):
         )
         return output
 
-    def _is_given(
-        self, func: Callable[..., Any], plan: CallPlan, slots: Mapping[int, int], produced: Sequence[Tensor]
-    ) -> bool:
+    def _is_given(self, func: Func, plan: CallPlan, slots: Mapping[int, int], produced: Sequence[Tensor]) -> bool:
         """Keep results that depend on no input: random numbers belong to this batch, others are constants."""
         if getattr(func, "__name__", "") in _DRAWS:
             self.inputs.update({self._bind(tensor): tensor.detach().clone() for tensor in produced})
@@ -194,10 +186,7 @@ class _Tracer(Handler):
             self._computed.update(written)
         return written
 
-    def _run(
-        self, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        reads: Mapping[int, int],
-    ) -> Any:  # fmt: skip
+    def _run(self, row: Function | None, func: Func, args: Args, kwargs: Kwargs, reads: Mapping[int, int]) -> Any:
         """Run the call; operands that determine the size of its result are kept from before the call."""
         plain = row is not None and isinstance(row.type, str) and op_row(row.type).kind not in ("movement", "merge")
         if plain or self._computed.isdisjoint(reads):
@@ -223,15 +212,13 @@ class _Tracer(Handler):
             kept = tensor.detach()
             self.constants[self._bind(tensor)] = kept if self._is_view(tensor) else kept.clone()
 
-    def _inside(self, plan: CallPlan, func: Callable[..., Any], template: Any) -> _Inside | None:
+    def _inside(self, plan: CallPlan, func: Func, template: Any) -> _Inside | None:
         """A recurrent layer with its quantizers inside."""
         if func is not recurrent.layer or not plan.inside:
             return None
         return _Inside(template, {name: place.site for name, place in plan.inside.items()})
 
-    def _places(
-        self, row: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Mapping[int, int]
-    ) -> dict[int, int]:
+    def _places(self, row: Function | None, args: Args, kwargs: Kwargs, slots: Mapping[int, int]) -> dict[int, int]:
         if row is None:  # of what is in no table the ports are its tensors in order
             return {port: slots[self._value(t)] for port, t in enumerate(tensors_in((args, kwargs)))}
         operands = row.operands(row.bind(args, kwargs))
@@ -262,7 +249,7 @@ class _Replay:
 
     __slots__ = ("func", "template", "in_place")
 
-    def __init__(self, func: Callable[..., Any], template: Any, in_place: bool) -> None:
+    def __init__(self, func: Func, template: Any, in_place: bool) -> None:
         self.func, self.template, self.in_place = func, template, in_place
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

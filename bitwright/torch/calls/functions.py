@@ -27,6 +27,10 @@ from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import DECOMPOSITIONS
 
 Arguments = Mapping[str, Any]
+#: of an intercepted call: the torch function, its positional arguments, its arguments by name
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Function:
                     named[name] = new[port]
         return tuple(out), named
 
-    def _replace_rest(self, args: list[Any], kwargs: dict[str, Any], new: Mapping[int, Any], port: int) -> None:
+    def _replace_rest(self, args: list[Any], kwargs: Kwargs, new: Mapping[int, Any], port: int) -> None:
         """Replace the operands of the variadic port, given as a sequence or one by one."""
         name = self.ports[port]
         at, plain = self.signature.index(name), name.removeprefix("*")
@@ -412,7 +416,7 @@ def _described(name: str) -> tuple[str, bool]:
     return name.strip("_"), name.endswith("_") and not name.endswith("__")
 
 
-def writes_first(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+def writes_first(func: Func, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a torch function writes into its first argument."""
     row = FUNCTIONS.get(func)
     in_place = _described(getattr(func, "__name__", ""))[1] if row is None else row.in_place
@@ -504,7 +508,7 @@ def _is_mask(x: Any) -> bool:
 _SORTS = frozenset((torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort))
 
 
-def settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def settled(func: Any, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call made deterministic: a sort keeps the order of equal values.
 
     Torch sorts them in any order where it is not asked; exported files have one that is stable. Rows that are sorted by
@@ -516,7 +520,7 @@ def settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     return args[:1], {**named, **kwargs, "stable": True}
 
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Call = tuple[Func, Args, Kwargs]
 
 #: functions that ``torch.compile`` writes into its graph without showing them to function modes, and what it shows
 _HIDDEN: dict[Any, tuple[str, str]] = {
@@ -621,7 +625,7 @@ _OPERATOR_SPACES = (torch, torch._C._nn, torch.Tensor)
 _UNCHANGED: dict[Any, bool] = {}
 
 
-def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def as_function(func: torch._ops.OpOverload[..., Any], args: Args, kwargs: Kwargs) -> Call:
     """The call of an aten operator as a call of the equivalent torch function; unchanged where the tables have none."""
     if func in _UNCHANGED:
         return func, args, kwargs
@@ -642,14 +646,14 @@ def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kw
     return known, args, _without_layout(name, kwargs)
 
 
-def _without_layout(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_layout(name: str, kwargs: Kwargs) -> dict[str, Any]:
     """Arguments of ``Tensor.to``, which lacks the arguments ``layout`` and ``pin_memory`` of its operator."""
     if name != "to" or kwargs.get("layout") is not torch.strided:
         return kwargs
     return {key: value for key, value in kwargs.items() if key not in ("layout", "pin_memory")}
 
 
-def results(func: torch._ops.OpOverload[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def results(func: torch._ops.OpOverload[..., Any], output: Any, args: Args, kwargs: Kwargs) -> Any:
     """Results of the operator, from the ``output`` of the function called in its place."""
     if func._schema.name.removeprefix("aten::") not in _SEVERAL:
         return output

@@ -48,7 +48,10 @@ from bitwright.torch.calls.functions import (
     FUNCTIONS,
     ONE_HIDDEN_CALL,
     SHOWN,
+    Args,
+    Func,
     Function,
+    Kwargs,
     as_function,
     function_of,
     hidden_call,
@@ -112,27 +115,19 @@ class Handler(ABC):
     """Protocol of the handlers of intercepted calls: recording, calibration, simulation, export."""
 
     @abstractmethod
-    def call(
-        self,
-        frame: Frame,
-        key: Key,
-        row: Function,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, frame: Frame, key: Key, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Carry out a call of a function of the table."""
 
     @abstractmethod
-    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, frame: Frame, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Carry out a call of any other torch function."""
 
-    def whole(self, key: Key, args: tuple[Any, ...]) -> bool:
+    def whole(self, key: Key, args: Args) -> bool:
         """Whether a fused call that could be carried out as several runs as it is; by default it does not."""
         return False
 
     @abstractmethod
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """The model's forward starts; without arguments, a part of it that is called directly."""
 
     def part(self, path: str, caller: str | None) -> bool:
@@ -390,7 +385,7 @@ class CallMode(TorchFunctionMode):
         self.owner, self.here = owner, here
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         if self.here.task is not None and self.here.task is not running_task():
             return func(*args, **(kwargs or {}))  # another task's, while this one awaits
@@ -742,7 +737,7 @@ class Interceptor:
             self.occupancy.leave()
 
     @compiled_only_inside_others
-    def run(self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Forward, here: Thread, args: Args, kwargs: Kwargs) -> Any:
         """Run the outermost forward of a thread: that of the model, or of a submodule called directly."""
         handler = here.handler or self.handler
         called, here.called = here.called, None
@@ -758,13 +753,7 @@ class Interceptor:
 
     @without_compiler
     def _intercepted(
-        self,
-        forward: Forward,
-        here: Thread,
-        replica: Replica | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        handler: Handler,
+        self, forward: Forward, here: Thread, replica: Replica | None, args: Args, kwargs: Kwargs, handler: Handler
     ) -> Any:
         """Run without a compiler: after a graph break it would compile parts, whose calls are not seen."""
         call = forward.call_of(replica)
@@ -787,9 +776,7 @@ class Interceptor:
         finally:
             self._close(here)
 
-    def _traced(
-        self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler
-    ) -> Any:
+    def _traced(self, forward: Forward, here: Thread, args: Args, kwargs: Kwargs, handler: Handler) -> Any:
         """Run under ``torch.compile`` without tracking threads and errors, so that one graph is traced."""
         self._before_tracing()
         self._refuse_hidden_functions()
@@ -905,7 +892,7 @@ class Interceptor:
         """Forget parameter names after an edit of the model."""
         self._names = self._attributes = None
 
-    def dispatch(self, here: Thread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, here: Thread, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Handle one call of a torch function."""
         handler = here.handler or self.handler
         if not here.frames or handler is None or (here.unseen and called_from(here.unseen, _FORWARDS)):
@@ -1004,8 +991,8 @@ class Interceptor:
         return next(iter(known)) if len(known) == 1 and frame.counts.get(label) == 1 else key
 
     def _decompose(
-        self, here: Thread, handler: Handler, decomposition: Decomposition, func: Any, args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, here: Thread, handler: Handler, decomposition: Decomposition, func: Any, args: Args,
+        kwargs: Kwargs,
     ) -> Any:  # fmt: skip
         depth = len(here.frames)
         parent, label = here.frames[-1], decomposition.label

@@ -24,7 +24,7 @@ from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.operators import op_row
 from bitwright.core.graph.recurrence import CELLS, inner_values
 from bitwright.errors import ModelError
-from bitwright.torch.calls.functions import SET_ITEM, Function, function_of
+from bitwright.torch.calls.functions import SET_ITEM, Args, Func, Function, Kwargs, function_of
 from bitwright.torch.calls.inputs import (
     ARRAYS,
     Continuation,
@@ -63,9 +63,9 @@ class Call:
     path: str
     module: nn.Module | None
     param: str | None
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    func: Func
+    args: Args
+    kwargs: Kwargs
     outputs: list[int] = field(default_factory=list)
     also: dict[tuple[int, int], None] = field(default_factory=dict)
     runs: int = 1
@@ -132,7 +132,7 @@ class Recorder(Handler):
 
     # -- handler
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Name the model's inputs after the parameters of its forward."""
         self._live.clear()
         self._lengths.clear()
@@ -154,15 +154,7 @@ class Recorder(Handler):
             self.outputs[value] = None
         self._live.clear()
 
-    def call(
-        self,
-        frame: Frame,
-        key: Key,
-        row: Function,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, frame: Frame, key: Key, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run a call of a known function and note it as an op."""
         bound = row.bind(args, kwargs)
         operands = [t if isinstance(t, torch.Tensor) else None for _, t in row.operands(bound)]
@@ -187,7 +179,7 @@ class Recorder(Handler):
         op_type = row.op_type(bound)
         return self._note(frame, key, row.called(kwargs), op_type, inputs, attrs, func, args, kwargs)
 
-    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, frame: Frame, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run any other call; it becomes an op when it computes tensors from tensors that depend on the input."""
         row = function_of(func)
         if row is not None:
@@ -208,7 +200,7 @@ class Recorder(Handler):
 
     def _note(
         self, frame: Frame, key: Key, label: str, op_type: str, inputs: Sequence[int | None], attrs: dict[str, Any],
-        func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        func: Func, args: Args, kwargs: Kwargs,
     ) -> Any:  # fmt: skip
         known = self.calls.get(key)
         keeps = known is None and self._keep_arguments
@@ -269,7 +261,7 @@ class Recorder(Handler):
         op_type: str,
         inputs: Sequence[int | None],
         produced: Sequence[torch.Tensor],
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: Mapping[str, Any],
     ) -> None:
         """Keep the sizes that a constant was created with; constants computed from it inherit them."""
@@ -299,9 +291,7 @@ class Recorder(Handler):
         changed = Counter(produced[0].shape) - Counter(read[0].shape)
         return not self._lengths.isdisjoint(changed)
 
-    def _note_lengths(
-        self, func: Callable[..., Any], read: Sequence[_Tensor], produced: Sequence[torch.Tensor]
-    ) -> None:
+    def _note_lengths(self, func: Func, read: Sequence[_Tensor], produced: Sequence[torch.Tensor]) -> None:
         """Record lengths that depend on values: predicted durations, rows that a condition selects, buffers filled in parts."""
         fills = func is SET_ITEM
         if not fills and all(v.kind in ("param", "constant") or v.dtype.startswith(("float", "bfloat")) for v in read):
@@ -661,9 +651,7 @@ def _run(
     return recorder
 
 
-def explained(
-    model: nn.Module, where: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
-) -> ModelError:
+def explained(model: nn.Module, where: str | None, args: Args, kwargs: Kwargs, error: Exception) -> ModelError:
     """The error of a model on its input, with the module where it happened and the input's shapes."""
     if isinstance(error, ModelError):
         return error
@@ -696,7 +684,7 @@ def explained(
     )
 
 
-def _pairs(model: nn.Module, args: tuple[Any, ...], error: Exception) -> str:
+def _pairs(model: nn.Module, args: Args, error: Exception) -> str:
     """A remedy for batches with more values than the forward has parameters, such as (input, label) of a loader."""
     signature = forward_signature(model)
     if signature is None or len(args) < 2 or not isinstance(error, TypeError):
@@ -749,7 +737,7 @@ def generated_calls(model: nn.Module, example: Any) -> list[Continuation]:
         return []
     found: list[Continuation] = []
 
-    def note(_model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note(_model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> None:
         found.append(map_tensors(Continuation(args, dict(kwargs)), torch.clone))
 
     args, kwargs = as_call(example)
@@ -778,26 +766,18 @@ class UnseenCalls(Handler):
     def __init__(self, known: Container[Key]) -> None:
         self._known, self.found = known, False
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Nothing is kept."""
 
     def end(self, output: Any) -> None:
         """Nothing is kept."""
 
-    def call(
-        self,
-        frame: Frame,
-        key: Key,
-        row: Function,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, frame: Frame, key: Key, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """The call itself."""
         if not self.found and key not in self._known:
             self.found = op_row(row.op_type(row.bind(args, kwargs))).integer
         return func(*args, **kwargs)
 
-    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, frame: Frame, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """The call itself."""
         return func(*args, **kwargs)

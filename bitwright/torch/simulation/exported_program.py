@@ -69,7 +69,7 @@ from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.errors import BusyError, ModelError
 from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE, is_site, site_of
-from bitwright.torch.calls.functions import Function, function_of
+from bitwright.torch.calls.functions import Args, Func, Function, Kwargs, function_of
 from bitwright.torch.calls.inputs import map_tensors, named_state, same_draws, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
 from bitwright.torch.simulation.complex_pairs import complex_as_pairs
@@ -623,7 +623,7 @@ class _Noting(Handler):
     def __init__(self, handler: Handler, passed: Passed) -> None:
         self._handler, self._passed = handler, passed
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """As the other handler."""
         self._handler.begin(args, kwargs)
 
@@ -635,15 +635,7 @@ class _Noting(Handler):
         """As the other handler."""
         return self._handler.part(path, caller)
 
-    def call(
-        self,
-        frame: Frame,
-        key: Key,
-        row: Function,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, frame: Frame, key: Key, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """As the other handler."""
         output = self._handler.call(frame, key, row, func, args, kwargs)
         name = ""
@@ -655,7 +647,7 @@ class _Noting(Handler):
         self._passed.append((key, _shapes_of(output), name))
         return output
 
-    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, frame: Frame, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """As the other handler; notes counted data movement, since some of it has a quantizer."""
         row = function_of(func)
         counted = ("moves", None if row is None else row.label)
@@ -743,7 +735,7 @@ class _Recording(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         set_stack_trace(_innermost_line())
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and args[0].numel():

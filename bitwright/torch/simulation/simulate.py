@@ -33,7 +33,16 @@ from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
-from bitwright.torch.calls.functions import SET_ITEM, Function, applies_mask, function_of, writes_first
+from bitwright.torch.calls.functions import (
+    SET_ITEM,
+    Args,
+    Func,
+    Function,
+    Kwargs,
+    applies_mask,
+    function_of,
+    writes_first,
+)
 from bitwright.torch.calls.inputs import flatten_tensors, map_arguments, map_tensors, tensors_in
 from bitwright.torch.interception.intercept import ACCESS, Frame, Handler, Key, constant_for_compilers
 from bitwright.torch.interception.record import refuse_nested, refuse_transforms
@@ -42,7 +51,7 @@ from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.quantizers.sequences import Columns, Keep, OnGrid, StepFunctions
 
 
-def writes(row: Function, kwargs: dict[str, Any]) -> bool:
+def writes(row: Function, kwargs: Kwargs) -> bool:
     """Whether the call overwrites its first argument."""
     return row.in_place or bool(kwargs.get("inplace"))
 
@@ -243,7 +252,7 @@ class Simulator(Handler, Observer):
 
     # -- handler
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Refuse to simulate before calibration, and where tensors hold no values."""
         refuse_transforms()
         for name, tensor in flatten_tensors((args, dict(kwargs)), "input"):
@@ -279,7 +288,7 @@ class Simulator(Handler, Observer):
                 refuse_empty(self.gate.next_number, shapes)
             self.gate.open(given)
 
-    def whole(self, key: Key, args: tuple[Any, ...]) -> bool:
+    def whole(self, key: Key, args: Args) -> bool:
         """Run a fused call of 16-bit numbers as it is where nothing inside is quantized or looked at.
 
         Its kernel does not round what lies in between to 16 bits, as its parts would.
@@ -351,7 +360,7 @@ class Simulator(Handler, Observer):
         wanted = self.stage == "simulate" and not self.told and self.taps is None and self.blame is not None
         return wanted and not torch.compiler.is_compiling()  # a look at values would break the compiled graph
 
-    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def other(self, frame: Frame, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run calls without quantizers, except data movement that joins several grids."""
         watching = self.moving or self.taps is not None or self.repairs
         row = function_of(func) if watching else None
@@ -371,15 +380,7 @@ class Simulator(Handler, Observer):
             self._tap(plan, output)
         return output
 
-    def call(
-        self,
-        frame: Frame,
-        key: Key,
-        row: Function,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, frame: Frame, key: Key, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run a call that may have quantizers."""
         plan = self.plans.get(key)
         if self.stage == "mark":
@@ -401,11 +402,11 @@ class Simulator(Handler, Observer):
             self._tap(plan, output)
         return output
 
-    def mended_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
+    def mended_at(self, key: Key, func: Func) -> Callable[..., Any]:
         """``func`` with the repair of the call ``key``, if any."""
         return self._mended(self.plans.get(key), func)
 
-    def simulated_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
+    def simulated_at(self, key: Key, func: Func) -> Callable[..., Any]:
         """``func`` as the simulation runs it at the call ``key``."""
         plan, row = self.plans.get(key), function_of(func)
         func = self._mended(plan, func)
@@ -413,13 +414,11 @@ class Simulator(Handler, Observer):
             return func
         return lambda *args, **kwargs: self._planned(plan, row, func, args, kwargs)
 
-    def _mended(self, plan: CallPlan | None, func: Callable[..., Any]) -> Callable[..., Any]:
+    def _mended(self, plan: CallPlan | None, func: Func) -> Callable[..., Any]:
         repair = None if plan is None else self.repairs.get(plan.op)
         return func if repair is None else repaired(func, repair)
 
-    def _planned(
-        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # fmt: skip
+    def _planned(self, plan: CallPlan, row: Function, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run the call with its quantizers."""
         if isinstance(kwargs.get("out"), torch.Tensor):
             return self._into_target(plan, row, func, args, kwargs)
@@ -442,7 +441,7 @@ class Simulator(Handler, Observer):
             return written.copy_(output)  # an in-place call on an operand that was quantized out of place
         return output
 
-    def _unlisted(self, plan: CallPlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _unlisted(self, plan: CallPlan, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run a call of a function without a row, with its quantizers; its ports are its tensors in order."""
         original, func = func, self._mended(plan, func)
         tensors = tensors_in((args, kwargs))
@@ -463,9 +462,7 @@ class Simulator(Handler, Observer):
             self._tap(plan, args[0] if original is SET_ITEM else output)
         return output
 
-    def _into_target(
-        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:  # fmt: skip
+    def _into_target(self, plan: CallPlan, row: Function, func: Func, args: Args, kwargs: Kwargs) -> torch.Tensor:
         """Fill ``out`` with the quantized result."""
         rest = dict(kwargs)
         target: torch.Tensor = rest.pop("out")
@@ -475,7 +472,7 @@ class Simulator(Handler, Observer):
         return target.copy_(result)
 
     def _with_outputs(
-        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        self, plan: CallPlan, row: Function, func: Func, args: Args, kwargs: Kwargs,
         written: torch.Tensor | None,
     ) -> Any:  # fmt: skip
         at_once = self._at_once(plan.outputs[0], row, args, kwargs)
@@ -499,9 +496,7 @@ class Simulator(Handler, Observer):
                 items[place.at] = self._output(place, items[place.at], overwrite=False)
         return type(output)(items) if not hasattr(output, "_fields") else type(output)(*items)
 
-    def _at_once(
-        self, place: Place, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
+    def _at_once(self, place: Place, row: Function, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
         """Run the call and quantize its result in one pass over memory; ``None`` where two are needed."""
         joins = row.type in ("Relu", "Clip", "Add") and self.stage == "simulate" and self.taps is None
         if not joins or self.repairs or not place.quantizer.enabled or torch.compiler.is_dynamo_compiling():
@@ -520,7 +515,7 @@ class Simulator(Handler, Observer):
 
     # -- recurrent layers
 
-    def _recurrent(self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recurrent(self, plan: CallPlan, row: Function, args: Args, kwargs: Kwargs) -> Any:
         """Run a layer with quantizers inside its steps; their data are merged once per call."""
         if self.stage == "mark":
             return self._marked_layer(plan, row, args, kwargs)
@@ -537,7 +532,7 @@ class Simulator(Handler, Observer):
             taken.append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
         return output
 
-    def _marked_layer(self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _marked_layer(self, plan: CallPlan, row: Function, args: Args, kwargs: Kwargs) -> Any:
         """The layer as a node with the names of its sites; weights are marked in the node's order of gates."""
         operands = [p for p in plan.operands if p.at not in recurrent.WEIGHT_PORTS]
         weights = {p.at: p.site for p in plan.operands if p.at in recurrent.WEIGHT_PORTS and _is_live(p)}
@@ -575,7 +570,7 @@ class Simulator(Handler, Observer):
                 functions[name] = copies
         return tapped
 
-    def _note_length(self, op: str, args: tuple[Any, ...]) -> None:
+    def _note_length(self, op: str, args: Args) -> None:
         """Record the longest sequence of calibration, and warn once about a longer one."""
         length = len(args[0] if args[4] is None else args[4])
         if self.stage == "observe":
@@ -689,9 +684,7 @@ class Simulator(Handler, Observer):
             if kept is not None and not any(place.site == name for place in plan.outputs if self.stage == "simulate"):
                 take(kept, tensor)
 
-    def _note_unseen(
-        self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-    ) -> None:
+    def _note_unseen(self, frame: Frame, row: Function, args: Args, kwargs: Kwargs, result: torch.Tensor) -> None:
         name = f"{frame.path}.{row.label}" if frame.path else row.label
         if self.unseen.get(name) == _UNSEEN:
             return
@@ -764,7 +757,7 @@ def _keep_copy(
     return out
 
 
-def repaired(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+def repaired(func: Func, repair: Repair) -> Callable[..., Any]:
     """``func`` with its results repaired, in place where it writes in place."""
 
     def applied(x: torch.Tensor, written: tuple[Any, ...]) -> torch.Tensor:
