@@ -1288,13 +1288,11 @@ class QuantizationSimModel(SimulationFiles):
     @checks_arguments
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write parameters, quantizers and what calibration saw; see :mod:`bitwright.onnx.simulation.quantsim`."""
-
         return save_checkpoint(self, folder)
 
     @checks_arguments
     def load_checkpoint(self, folder: str | Path) -> None:
         """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
-
         with self._changing("load_checkpoint"):
             load_checkpoint(self, folder)
 

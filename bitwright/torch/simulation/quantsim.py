@@ -798,25 +798,21 @@ class QuantizationSimModel(SimulatedModule):
     @checks_arguments
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write parameters (safetensors) and quantizers (JSON); see :mod:`bitwright.torch.simulation.quantsim`."""
-
         return save_checkpoint(self, folder)
 
     @checks_arguments
     def load_checkpoint(self, folder: str | Path) -> None:
         """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
-
         with self._changing("load_checkpoint"):
             load_checkpoint(self, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, quantizers and learned ranges, for ``torch.save``; ``sim.model.state_dict()`` has the model alone."""
-
         return state_dict(self)
 
     @checks_arguments
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; all or nothing."""
-
         with self._changing("load_state_dict"):
             load_state_dict(self, state)
 
