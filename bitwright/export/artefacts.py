@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -319,25 +319,45 @@ def _outside_steps(sim: Simulation, sites: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values for name, values in sites.items() if sim.quantizers[name].inner is None}
 
 
+@dataclass(frozen=True)
+class FileForms:
+    """How the files of an export are written.
+
+    Attributes:
+        encoding_version: of the encodings file; a target may have another default than 1.0.0.
+        bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
+        recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
+            :func:`bitwright.export.recurrent.write_recurrent`;
+            the float model has the operators.
+        every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
+        unsigned_weights: see :func:`bitwright.export.qdq.write.to_qdq`; by default where a check finds that sums saturate.
+        rest: type of what is not quantized; see :func:`bitwright.export.qdq.half.half_for`.
+        edges: types of inputs and outputs; see :mod:`bitwright.export.edges`.
+        opset, ir_version: of the written files; see :func:`bitwright.export.opsets.bring_to`.
+    """
+
+    encoding_version: str
+    bias: BiasForm
+    activation: ActivationForm
+    recurrent: RecurrentForm | None = None
+    weight_only: ProductForm = "exact"
+    target: str = DEFAULT_TARGET
+    every_tensor: bool = False
+    unsigned_weights: bool | None = None
+    rest: str | None = None
+    edges: Edges = Edges()  # noqa: RUF009
+    opset: int | None = None
+    ir_version: int | None = None
+
+
 def write_artefacts(
     sim: Simulation,
     path: str | Path,
     prefix: str,
     marked: ir.Model,
     encodings: Mapping[str, Encoding],
+    forms: FileForms,
     *,
-    encoding_version: str,
-    bias: BiasForm,
-    activation: ActivationForm,
-    recurrent: RecurrentForm | None = None,
-    weight_only: ProductForm = "exact",
-    target: str = DEFAULT_TARGET,
-    every_tensor: bool = False,
-    unsigned_weights: bool | None = None,
-    rest: str | None = None,
-    edges: Edges = Edges(),  # noqa: B008
-    opset: int | None = None,
-    ir_version: int | None = None,
     notes: Sequence[str] = (),
     data: Sequence[Array],
     samples: Callable[[QdqResult, int | None], Samples] | None,
@@ -351,16 +371,7 @@ def write_artefacts(
         prefix: stem of the files.
         marked: the model with a marker at every site.
         encodings: site -> encoding, of the enabled sites.
-        encoding_version: of the encodings file; a target may have another default than 1.0.0.
-        bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
-        recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
-            :func:`bitwright.export.recurrent.write_recurrent`;
-            the float model has the operators.
-        every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
-        unsigned_weights: see :func:`bitwright.export.qdq.write.to_qdq`; by default where ``check`` finds that sums saturate.
-        rest: type of what is not quantized; see :func:`bitwright.export.qdq.half.half_for`.
-        edges: types of inputs and outputs; see :mod:`bitwright.export.edges`.
-        opset, ir_version: of the written files; see :func:`bitwright.export.opsets.bring_to`.
+        forms: what is asked of the files.
         notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
         samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer
@@ -373,57 +384,37 @@ def write_artefacts(
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written; ``check`` found
             kernels that bring the outputs away from the simulation, and nothing that helps in float.
     """
-    own = find_target(target).encoding_version
-    if own is not None and encoding_version == DEFAULT_ENCODINGS:
-        encoding_version = own
-    write = partial(
-        _write,
-        sim,
-        path,
-        prefix,
-        marked,
-        encoding_version=encoding_version,
-        bias=bias,
-        activation=activation,
-        recurrent=recurrent,
-        weight_only=weight_only,
-        target=target,
-        every_tensor=every_tensor,
-        unsigned_weights=unsigned_weights,
-        rest=rest,
-        edges=edges,
-        opset=opset,
-        ir_version=ir_version,
-        data=data,
-        samples=samples,
-    )
+    own = find_target(forms.target).encoding_version
+    if own is not None and forms.encoding_version == DEFAULT_ENCODINGS:
+        forms = replace(forms, encoding_version=own)
+    write = partial(_write, sim, path, prefix, marked, data=data, samples=samples)
     try:
-        return write(encodings, notes=notes, check=check)
+        return write(encodings, forms, notes=notes, check=check)
     except _WrongKernelsError as error:
         found = error.found
     if found.saturates:
         logger.warning("%s", found.text)
-        write, notes = partial(write, unsigned_weights=True), [*notes, found.text]
+        forms, notes = replace(forms, unsigned_weights=True), [*notes, found.text]
         try:
-            return write(encodings, notes=notes, check=check)
+            return write(encodings, forms, notes=notes, check=check)
         except _WrongKernelsError as error:
             found = error.found
     told = [f"{site}: in float in this file, because {why}" for site, why in found.sites.items()]
     fewer = {site: encoding for site, encoding in encodings.items() if site not in found.sites}
     if len(fewer) < len(encodings):
         try:
-            exported = write(fewer, notes=[*notes, *told], check=check)
+            exported = write(fewer, forms, notes=[*notes, *told], check=check)
         except (_WrongKernelsError, ExportError):  # not what brings the outputs away
             pass
         else:
             logger.warning("%s", found.text)
             return exported
     if found.of_file:
-        name = find_target(target).runtime
+        name = find_target(forms.target).runtime
         remedy = "export for another target, or without samples (samples=False), which leaves this check out"
         raise ExportError(f"the file for {name}", found.text, remedy)
     logger.warning("%s", found.text)
-    return write(encodings, notes=[*notes, found.text], check=None)
+    return write(encodings, forms, notes=[*notes, found.text], check=None)
 
 
 class _WrongKernelsError(Exception):
@@ -441,19 +432,8 @@ def _write(
     prefix: str,
     marked: ir.Model,
     encodings: Mapping[str, Encoding],
+    forms: FileForms,
     *,
-    encoding_version: str,
-    bias: BiasForm,
-    activation: ActivationForm,
-    recurrent: RecurrentForm | None,
-    weight_only: ProductForm,
-    target: str,
-    every_tensor: bool,
-    unsigned_weights: bool | None,
-    rest: str | None,
-    edges: Edges,
-    opset: int | None,
-    ir_version: int | None,
     notes: Sequence[str],
     data: Sequence[Array],
     samples: Callable[[QdqResult, int | None], Samples] | None,
@@ -465,21 +445,22 @@ def _write(
         _WrongKernelsError: the check found something; no file has changed.
     """
     check_destination(path, prefix)
-    check_versions(opset, ir_version)
-    form = recurrent_form(sim, recurrent, target)
+    check_versions(forms.opset, forms.ir_version)
+    target, edges = find_target(forms.target), forms.edges
+    form = recurrent_form(sim, forms.recurrent, forms.target)
     written = write_recurrent(marked, form)
     stripped = strip_sites(restore_native(marked))
-    half = _half(find_target(target), encodings, written, data, rest, edges, may_be_newer(opset, ir_version))
+    half = _half(target, encodings, written, data, forms)
     result = to_qdq(
-        written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target, half=half,
-        unsigned_weights=bool(unsigned_weights),
+        written, encodings, bias=forms.bias, activation=forms.activation, weight_only=forms.weight_only, target=forms.target,
+        half=half, unsigned_weights=bool(forms.unsigned_weights),
     )  # fmt: skip
-    is_flat = find_target(target).format == "tflite"
+    is_flat = target.format == "tflite"
     notes = [*notes, *write_edges(result.model, edges, either_sign=is_flat)]
     for written_model in (result.model, stripped.model):
-        bring_to(written_model, opset, ir_version)
+        bring_to(written_model, forms.opset, forms.ir_version)
     tensors = _tensors_of(sim, stripped.tensors)
-    notes = [*notes, *_steps(sim, form, recurrent, target), *_told(sim, result, encodings, tensors)]
+    notes = [*notes, *_steps(sim, form, forms.recurrent, forms.target), *_told(sim, result, encodings, tensors)]
     folder = Path(path)
     names = {
         "qdq": f"{prefix}.onnx",
@@ -494,17 +475,17 @@ def _write(
         names["samples"] = f"{prefix}_samples.npz"
     earlier = earlier_files(folder / names["manifest"])
     with atomic_files(folder, create=True, name=names["manifest"], stale=earlier) as staging:
-        origin = _origin(sim, encodings, target, data)
+        origin = _origin(sim, encodings, forms.target, data)
         write_origin(result.model, origin)
         save_model(stripped.model, staging / names["float_model"])
         result, grown = _save_small(result, stripped.model, staging, names["qdq"], names["float_model"])
         notes += grown
         _forget_weights(result.model)
-        records = _records(sim, encodings, tensors, with_bias=encoding_version == "2.0.0")
+        records = _records(sim, encodings, tensors, with_bias=forms.encoding_version == "2.0.0")
         marked_tensors = {tensor for several in tensors.values() for tensor in several}
-        carried = carried_records(stripped.model, records, marked_tensors) if every_tensor else {}
+        carried = carried_records(stripped.model, records, marked_tensors) if forms.every_tensor else {}
         records += carried.values()
-        notes += _write_encodings(sim, records, staging / names["encodings"], encoding_version)
+        notes += _write_encodings(sim, records, staging / names["encodings"], forms.encoding_version)
         lines = json_lines(_sites(sim, result, tensors, carried), ("sites", "float"), allow_nan=True)
         (staging / names["sites"]).write_text("".join(lines))
         inputs = kept = None
@@ -521,17 +502,22 @@ def _write(
             (staging / names["tflite"]).write_bytes(flat.content)
             notes += flat.notes
         files = staging / names["qdq"], staging / f"{prefix}_samples.npz"
-        _self_check(check, *files, kept, target, signed=unsigned_weights is None)
+        _self_check(check, *files, kept, forms.target, signed=forms.unsigned_weights is None)
         settings = {
             "rules": sim.rules.source,
-            "encoding_version": encoding_version,
-            "bias": bias,
-            "activation": activation,
+            "encoding_version": forms.encoding_version,
+            "bias": forms.bias,
+            "activation": forms.activation,
             "recurrent": form,
-            "weight_only": weight_only,
-            "target": target,
+            "weight_only": forms.weight_only,
+            "target": forms.target,
             "prefix": prefix,
-            **_given(opset=opset, rest=rest, libraries=_libraries(result.model), unsigned_weights=unsigned_weights),
+            **_given(
+                opset=forms.opset,
+                rest=forms.rest,
+                libraries=_libraries(result.model),
+                unsigned_weights=forms.unsigned_weights,
+            ),
             **quantizer_args(sim),
             **_health(sim),
         }
@@ -541,23 +527,18 @@ def _write(
     for note in notes:
         logger.info(note)
     paths: dict[str, Any] = {key: folder / name for key, name in names.items()}
-    return Exported(**paths, notes=tuple(notes), target=target)
+    return Exported(**paths, notes=tuple(notes), target=forms.target)
 
 
 def _half(
-    target: Target,
-    encodings: Mapping[str, Encoding],
-    model: ir.Model,
-    data: Sequence[Array],
-    rest: str | None,
-    edges: Edges,
-    newer: bool,
+    target: Target, encodings: Mapping[str, Encoding], model: ir.Model, data: Sequence[Array], forms: FileForms
 ) -> Half | None:
     """The half-precision settings of the file; see :func:`bitwright.export.qdq.half.half_for`.
 
     Raises:
         ConfigError: it is asked for, and is not to be had in LiteRT files.
     """
+    rest, edges, newer = forms.rest, forms.edges, may_be_newer(forms.opset, forms.ir_version)
     if target.format == "onnx":
         return half_for(encodings, _named_inputs(model, data), rest, edges.inputs, edges.outputs, newer)
     asked = next((kind for kind in (rest, edges.inputs, edges.outputs) if kind in HALVES), None)

@@ -200,8 +200,8 @@ def _accuracy() -> OutputMetric:
     return replace(_top(1), name="accuracy")
 
 
-def _per_class(outputs: Sequence[Array], labels: Array | None, ignore: int | None) -> tuple[Array, int]:
-    """True positives, predictions and labels of each sample by class, [N, 3, classes]."""
+def _per_class(outputs: Sequence[Array], labels: Array | None, ignore: int | None) -> Array:
+    """True positives, predictions and labels of each sample by class, [N, 3 * classes]."""
     chosen, classes = predicted(outputs)
     right = _labels_like(labels, chosen.shape, "answers").reshape(len(chosen), -1).astype(np.int64)
     chosen = chosen.reshape(len(chosen), -1)
@@ -211,7 +211,7 @@ def _per_class(outputs: Sequence[Array], labels: Array | None, ignore: int | Non
         c, r = c[ok], r[ok]
         for k, found in enumerate((r[c == r], c, r)):
             row[k] = np.bincount(found, minlength=classes)
-    return counts, classes
+    return counts.reshape(len(counts), -1)
 
 
 def _f1(average: str = "macro", ignore: int | None = None) -> OutputMetric:
@@ -219,34 +219,36 @@ def _f1(average: str = "macro", ignore: int | None = None) -> OutputMetric:
     if average not in ("macro", "micro", "binary"):
         raise ConfigError("metric f1", f"there is no average {average!r}", "use macro, micro or binary")
 
-    def values(outputs: Sequence[Array], _: Sequence[Array], labels: Array | None) -> Array:
-        counts, _classes = _per_class(outputs, labels, ignore)
-        return counts.reshape(len(counts), -1)
-
-    def score(counts: Array) -> Array:
-        hits, found, wanted = np.moveaxis(counts.reshape(*counts.shape[:-1], 3, -1), -2, 0)
+    def score(hits: Array, found: Array, wanted: Array) -> Array:
         if average == "binary":
             return _ratio(2 * hits[..., 1], found[..., 1] + wanted[..., 1])
         if average == "micro":
             return _ratio(2 * hits.sum(-1), (found + wanted).sum(-1))
         return _ratio(_ratio(2 * hits, found + wanted).sum(-1), ((found + wanted) > 0).sum(-1))
 
-    return OutputMetric("f1", "higher", values, True, lambda counts: influences(counts, score))
+    return _of_counts("f1", score, ignore)
 
 
 def _miou(ignore: int | None = None) -> OutputMetric:
     """Intersection over union of the classes that occur, of all pixels; labels beyond the classes (255) do not count."""
 
-    def values(outputs: Sequence[Array], _: Sequence[Array], labels: Array | None) -> Array:
-        counts, _classes = _per_class(outputs, labels, ignore)
-        return counts.reshape(len(counts), -1)
-
-    def score(counts: Array) -> Array:
-        hits, found, wanted = np.moveaxis(counts.reshape(*counts.shape[:-1], 3, -1), -2, 0)
+    def score(hits: Array, found: Array, wanted: Array) -> Array:
         union = found + wanted - hits
         return _ratio(_ratio(hits, union).sum(-1), (union > 0).sum(-1))
 
-    return OutputMetric("miou", "higher", values, True, lambda counts: influences(counts, score))
+    return _of_counts("miou", score, ignore)
+
+
+def _of_counts(name: str, score: Callable[[Array, Array, Array], Array], ignore: int | None) -> OutputMetric:
+    """A metric of the counts of each class: right answers, answers, and labels."""
+
+    def values(outputs: Sequence[Array], _: Sequence[Array], labels: Array | None) -> Array:
+        return _per_class(outputs, labels, ignore)
+
+    def of_rows(counts: Array) -> Array:
+        return score(*np.moveaxis(counts.reshape(*counts.shape[:-1], 3, -1), -2, 0))
+
+    return OutputMetric(name, "higher", values, True, lambda counts: influences(counts, of_rows))
 
 
 def _pictures(outputs: Sequence[Array], labels: Array | None, reach: float | None) -> tuple[Array, Array, float]:

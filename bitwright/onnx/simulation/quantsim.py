@@ -53,6 +53,7 @@ from bitwright.core.simulation.sites import derived_biases, place_quantizers, re
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, checks_methods
 from bitwright.export.artefacts import (
     Exported,
+    FileForms,
     Samples,
     bias_form,
     check_encoding_version,
@@ -1132,14 +1133,14 @@ class QuantizationSimModel(SimulationFiles):
         def of_rows(result: QdqResult, rows: int | None) -> Samples:
             return self._sample(result, {n: x[:rows] if x.ndim else x for n, x in example.items()})
 
-        exported = write_artefacts(
-            self, path, filename_prefix, self.marked, encodings,
+        forms = FileForms(
             encoding_version=encoding_version, bias=bias_form(self, bias), activation=activation, recurrent=recurrent,
-            weight_only=weight_only, target=target, every_tensor=every_tensor,
-            unsigned_weights=unsigned_weights, rest=rest, edges=edges, opset=opset,
-            ir_version=ir_version,
-            data=[plain(array) for array in example.values()], samples=of_rows if samples else None,
-            check=wrong_kernels,
+            weight_only=weight_only, target=target, every_tensor=every_tensor, unsigned_weights=unsigned_weights, rest=rest,
+            edges=edges, opset=opset, ir_version=ir_version,
+        )  # fmt: skip
+        exported = write_artefacts(
+            self, path, filename_prefix, self.marked, encodings, forms,
+            data=[plain(array) for array in example.values()], samples=of_rows if samples else None, check=wrong_kernels,
         )  # fmt: skip
         return measured(exported, target) if measure_speed else exported
 

@@ -39,6 +39,7 @@ from bitwright.errors import (
 )  # fmt: skip
 from bitwright.export.artefacts import (
     Exported,
+    FileForms,
     Samples,
     bias_form,
     check_encoding_version,
@@ -253,31 +254,20 @@ def export_sim(
         marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes, notes=notes)
     names = rename_ports(marked, input_names, output_names)
     notes += [] if rewrite is None else rewrite(marked)
+    forms = FileForms(
+        encoding_version=encoding_version, bias=bias_form(sim, bias), activation=activation, recurrent=recurrent,
+        weight_only=weight_only, target=target, every_tensor=every_tensor, unsigned_weights=unsigned_weights, rest=rest,
+        edges=edges, opset=opset, ir_version=ir_version,
+    )  # fmt: skip
+
+    def of_rows(result: QdqResult, rows: int | None) -> Samples:
+        return _samples(sim, _first(dummy_input, rows), result, names, marked.meta[_LEFT])
+
     exported = write_artefacts(
-        sim,
-        path,
-        filename_prefix,
-        marked,
-        site_encodings(sim),
-        encoding_version=encoding_version,
-        bias=bias_form(sim, bias),
-        activation=activation,
-        recurrent=recurrent,
-        weight_only=weight_only,
-        target=target,
-        every_tensor=every_tensor,
-        unsigned_weights=unsigned_weights,
-        rest=rest,
-        edges=edges,
-        opset=opset,
-        ir_version=ir_version,
-        notes=notes,
-        data=[_array(t) for _, t in flatten_tensors(dummy_input, caches=True)],
-        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names, marked.meta[_LEFT]))
-        if samples
-        else None,
-        check=wrong_kernels,
-    )
+        sim, path, filename_prefix, marked, site_encodings(sim), forms,
+        notes=notes, data=[_array(t) for _, t in flatten_tensors(dummy_input, caches=True)],
+        samples=of_rows if samples else None, check=wrong_kernels,
+    )  # fmt: skip
     return measured(exported, target) if measure_speed else exported
 
 
