@@ -85,6 +85,7 @@ def test_a_file_generates_what_its_simulation_generates(name: str, tmp_path: Pat
     assert [(row.tokens, row.equal + row.close) for row in report.generated] == [(32, 32)] * 4
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_genai_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def test_a_model_in_bfloat16_has_its_cache_in_float32_and_plain_attention(tmp_pa
     assert [(row.tokens, row.equal + row.close) for row in verify_folder(tmp_path).generated] == [(32, 32)] * 4
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
@@ -172,6 +174,7 @@ def _int8_cache(key: str, value: str) -> dict[str, Any]:
     return {part: {"format": "int8", "granularity": kind, "symmetric": True} for part, kind in parts.items()}
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "key, value", [("per_channel", "per_tensor"), ("per_head", "per_channel"), ("per_tensor", "per_tensor")]
@@ -225,6 +228,7 @@ def test_a_cache_of_which_only_keys_are_quantized_stays_in_plain_operators(tmp_p
     assert not made.grouped and any("only one of them is quantized" in note for note in made.notes), made.notes
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_openvino_genai_generates_from_text_and_tokens_what_the_simulation_generates(tmp_path: Path) -> None:
     package = pytest.importorskip("openvino_genai")
@@ -254,6 +258,7 @@ def test_openvino_genai_generates_from_text_and_tokens_what_the_simulation_gener
     assert pipeline.generate(prompt, config) == tokenizer.decode(found, skip_special_tokens=True)
 
 
+@pytest.mark.engine
 def test_a_tokenizer_that_openvino_cannot_convert_is_noted(tmp_path: Path) -> None:
     pytest.importorskip("openvino_tokenizers")
     empty = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))

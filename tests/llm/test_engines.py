@@ -36,6 +36,7 @@ def _simulated(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "to, preset, package, config",
     [

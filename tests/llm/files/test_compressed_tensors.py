@@ -37,6 +37,7 @@ SPECS = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_packing_is_undone(bits):
     codes = np.random.default_rng(bits).integers(-(1 << (bits - 1)), 1 << (bits - 1), (5, 37)).astype(np.int8)
@@ -64,6 +65,7 @@ def test_codes_come_back(spec, tmp_path):
     assert not back
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_transformers_answers_as_the_simulation(spec, tmp_path, caplog, request):
     """In float32, in which both compute the same sums; formats that the library unpacks to bfloat16 are exact there too."""
@@ -94,6 +96,7 @@ def test_transformers_answers_as_the_simulation(spec, tmp_path, caplog, request)
     assert torch.equal(greedy(engine, prompts()), greedy(sim.model, prompts()))
 
 
+@pytest.mark.engine
 def test_tied_tables_and_layers_of_another_format(tmp_path, caplog):
     """A table is written in float, the output layer tied to it as codes; layers may have formats of their own."""
     pytest.importorskip("compressed_tensors")
@@ -141,6 +144,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("weight, inputs, symmetry, stored", INPUTS.values(), ids=INPUTS)
 def test_static_inputs_are_those_of_the_simulation(weight, inputs, symmetry, stored, tmp_path):
     """Weights, inputs and biases: transformers computes the same sums of the same numbers.
@@ -162,6 +166,7 @@ def test_static_inputs_are_those_of_the_simulation(weight, inputs, symmetry, sto
     assert torch.equal(greedy(engine, prompts()), greedy(sim.model, prompts()))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("weight, inputs", [("int8", "uint8"), ("float8_e4m3", "float8_e4m3")])
 def test_inputs_per_token_are_those_of_the_simulation(weight, inputs, tmp_path):
     """Ranges that both choose at run time: the largest magnitude of a token, or its range with a zero point."""
@@ -183,6 +188,7 @@ def test_inputs_per_token_are_those_of_the_simulation(weight, inputs, tmp_path):
     assert (greedy(engine, prompts()) == greedy(sim.model, prompts())).all(1).sum() >= 7
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name, kind", [("int8", "int"), ("fp8", "float")])
 def test_scales_of_the_cache_are_stored(name, kind, tmp_path):
     model = tiny(LlamaConfig)

@@ -82,6 +82,7 @@ def _floats(model):
     return [FloatWeight(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
     """Names, numbers and forms of every architecture: in float32 both give the same tokens."""
@@ -106,6 +107,7 @@ def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
         assert torch.equal(tokens, greedy(model, prompts()))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_blocks_hold_the_simulation(name, spec, tmp_path, request):
@@ -136,6 +138,7 @@ def test_blocks_hold_the_simulation(name, spec, tmp_path, request):
         assert np.array_equal(values, expected)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_llama_cpp_runs_the_quantized_model(spec, tmp_path):
     """It rounds the inputs of layers to 8 bits by itself: the probabilities are near, not equal."""
@@ -152,6 +155,7 @@ def test_llama_cpp_runs_the_quantized_model(spec, tmp_path):
     assert (expected - floats).abs().max() > 0.01
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q5_0", "MXFP4", "Q6_K"])
 def test_llama_cpp_generates_what_a_simulation_of_its_inputs_generates(name, tmp_path):
     """With inputs of layers rounded as llama.cpp rounds them nothing is left between the two.
@@ -182,6 +186,7 @@ def test_inputs_that_llama_cpp_does_not_compute_are_refused(tmp_path):
         write_simulation(tmp_path, sim, to="gguf")
 
 
+@pytest.mark.engine
 def test_tokenizer_cuts_text_as_the_original(tmp_path):
     from tokenizers import Tokenizer
 
@@ -327,6 +332,7 @@ def test_blocks_of_256_need_rows_of_their_size(tmp_path):
         write_simulation(tmp_path, sim, to="gguf")
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
 def test_blocks_of_llama_cpp_are_read_with_their_offsets(name):
     """Scales and offsets that have nothing to do with each other, also where a group has none: written again, the same."""

@@ -34,6 +34,7 @@ def adapted(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("config", [LlamaConfig, MistralConfig, Qwen2Config])
 def test_llama_cpp_adds_what_the_layers_add(config: Any, tmp_path: Path):
     model = tiny(config, attn_implementation="eager", vocab_size=TOKENS)
@@ -49,6 +50,7 @@ def test_llama_cpp_adds_what_the_layers_add(config: Any, tmp_path: Path):
     assert torch.equal(tokens, expected)
 
 
+@pytest.mark.engine
 def test_an_adapter_is_read_back_and_by_the_gguf_package(tmp_path: Path):
     model = adapted(tiny(LlamaConfig))
     path = write_gguf_adapters(model, tmp_path)["far"]

@@ -22,6 +22,7 @@ SPECS = {
 }
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_transformers_answers_as_the_simulation(spec, tmp_path):
     model = tiny(LlamaConfig, tie_word_embeddings=True)
