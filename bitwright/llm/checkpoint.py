@@ -529,6 +529,18 @@ def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
         owner._buffers[last] = tensor
 
 
+def mapped(tensor: Tensor, file: Path) -> Tensor:
+    """``tensor`` as a memory map of ``file``, which is made: it counts as memory only while its pages are looked at.
+
+    The file may be removed as soon as the map is not used any more.
+    """
+    flat = tensor.reshape(-1)
+    with open(file, "wb") as stream:
+        stream.write(flat.view(torch.uint8).numpy().data)
+    found = torch.from_file(str(file), shared=True, size=flat.numel(), dtype=flat.dtype)
+    return found.reshape(tensor.shape)
+
+
 def materialize(module: nn.Module, names: Sequence[str], read: Any) -> None:
     """Fill the parameters ``names`` of ``module`` with ``read(name)``."""
     for name in names:

@@ -47,10 +47,10 @@ def simulate_quantized(folder: Any) -> Any:
     """
     place = Path(folder)
     model = _empty(place)
-    found: dict[str, PackedWeight] = {}
+    found: dict[str, Encoding] = {}
     for weight in _of_model(place, model):
         if isinstance(weight, PackedWeight):
-            found[weight.name] = weight
+            found[weight.name] = weight.encoding
             assign(model, weight.name, torch.from_numpy(weight.dequantize()))
         else:
             assign(model, weight.name, weight.values.float())

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, permuted
 from bitwright.core.numerics.spec import Preset, QuantSpec, find_preset, weight_spec
 from bitwright.core.placement.config import make_rules
 from bitwright.core.placement.rules import Rule, Rules
 from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.llm.blocks import Block, Runner, Spill, States, fingerprint, of_checkpoint, view_by_blocks
-from bitwright.llm.checkpoint import Checkpoint, assign, check_room, open_checkpoint
+from bitwright.llm.checkpoint import Checkpoint, assign, check_room, mapped, open_checkpoint
 from bitwright.llm.files.common import Extras, tokenizer_files
 from bitwright.llm.files.table import FILE_FORMATS, check_checkpoint, write_checkpoint
 from bitwright.llm.likelihood import Perplexity, Sums, split_tokens, text_tokens
@@ -505,8 +506,8 @@ def quantize(
         recipe: methods before nearest rounding: ``"awq,gptq"`` or a list of ``awq``, ``gptq``, ``seq_mse`` and the others of
             :func:`bitwright.torch.apply_reconstruction`. None rounds to nearest and needs no data.
         data: text (a string), the path of a text file, or tokens ``[T]``. The last tenth is held out for the perplexity.
-        to: kind of files, a row of ``bitwright.llm.FILE_FORMATS``, or ``genai``, ``onnx`` or ``openvino``, for which the model
-            is held in memory; with ``out``.
+        to: kind of files, a row of ``bitwright.llm.FILE_FORMATS``, or ``genai``, ``onnx`` or ``openvino``, for which the
+            codes of all blocks are held in memory; with ``out``.
         out: folder of the files.
         group_size: in place of the preset's; 0 for one scale per channel.
         rules: pattern -> preset or ``None`` for float; a pattern is ``role:down`` or a glob of names. Later ones win.
@@ -630,21 +631,28 @@ def _write(
 
 
 def _write_graph(source: _Source, weights: Iterable[Weight], to: str, out: Path) -> None:
-    """Write the files of a simulation of the whole model that has these codes."""
+    """Write the files of a simulation of the whole model that has these codes.
+
+    Numbers of codes lie in files that the model's parameters are mapped from: as the tensors of the folder, they count as memory
+    only until the system needs the pages.
+    """
     if source.module is not None:
         model = copy.deepcopy(source.module).eval()
     else:
         assert source.checkpoint is not None
         model = source.checkpoint.load()
-    found: dict[str, PackedWeight] = {}
-    for weight in weights:
-        values = torch.from_numpy(weight.dequantize()) if isinstance(weight, PackedWeight) else weight.values
-        held = model.get_parameter(weight.name)
-        held.data = values.to(held.dtype)
-        if isinstance(weight, PackedWeight):
-            found[weight.name] = weight
-    tokenizer = None if source.checkpoint is None else source.checkpoint.folder
-    write_graph(simulation_of(model, found), to, out, tokenizer)
+    found: dict[str, Encoding] = {}
+    with tempfile.TemporaryDirectory(prefix="bitwright-", ignore_cleanup_errors=True) as room:
+        for weight in weights:
+            held = model.get_parameter(weight.name)
+            if isinstance(weight, PackedWeight):
+                values = torch.from_numpy(weight.dequantize()).to(held)
+                held.data = mapped(values, Path(room, str(len(found)))) if values.device.type == "cpu" else values
+                found[weight.name] = weight.encoding
+            elif not torch.equal(held, values := weight.values.to(held)):  # a method changed it
+                held.data = values
+        tokenizer = None if source.checkpoint is None else source.checkpoint.folder
+        write_graph(simulation_of(model, found), to, out, tokenizer)
 
 
 def _check_spill(folder: Path, source: _Source, rows: Any, context: int) -> None:

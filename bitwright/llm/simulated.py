@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.spec import Preset, weight_spec
 from bitwright.core.placement.config import make_rules
 from bitwright.errors import ConfigError, close_matches
 from bitwright.llm.checkpoint import check_room
 from bitwright.llm.files.table import FILE_FORMATS, GRAPHS
-from bitwright.llm.packed import PackedWeight
 
 
 def check_kind(to: str) -> None:
@@ -40,16 +41,17 @@ def check_graph(to: str, out: Any, elements: int) -> None:
         ModelError: the disk has too little room.
     """
     check_room(Path(out), 2 * elements, f"writing {to} files")
+    check_room(Path(tempfile.gettempdir()), 2 * elements, f"making {to} files")
     if to == "openvino" and importlib.util.find_spec("openvino") is None:
         raise ConfigError("to", "openvino is not installed, and writes its files", "pip install 'bitwright[openvino]'")
 
 
-def simulation_of(model: nn.Module, found: Mapping[str, PackedWeight]) -> Any:
+def simulation_of(model: nn.Module, found: Mapping[str, Encoding]) -> Any:
     """A calibrated simulation with these codes, and all else in float.
 
     Args:
         model: has the numbers that the codes stand for, and becomes the simulated one.
-        found: the quantized parameters.
+        found: encodings of the quantized parameters.
 
     Raises:
         ConfigError: see :func:`_give_codes`.
@@ -75,7 +77,7 @@ def write_graph(sim: Any, to: str, out: Path, tokenizer: Path | None) -> None:
         export_decoder(sim, out, tokenizer=named, attention="plain" if to == "onnx" else "auto")
 
 
-def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
+def _give_codes(sim: Any, found: Mapping[str, Encoding]) -> None:
     """Give the sites of weights the encodings of these codes, and leave all others in float.
 
     Raises:
@@ -85,7 +87,7 @@ def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
     for name, site in sim.quantizers.items():
         part, axes = reads.get(name, ("", ()))
         if part in found:
-            site.quantizer.take(found[part].encoding.permuted(axes))
+            site.quantizer.take(found[part].permuted(axes))
             site.frozen = True
         else:
             site.enabled = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import subprocess
 import sys
@@ -224,6 +225,42 @@ def test_a_process_that_was_killed_goes_on_at_a_block(
     whole = quantize(llama, "w4g32", **options)
     assert all(np.array_equal(codes, _codes(whole)[name]) for name, codes in _codes(again).items())
     assert again.after == whole.after
+
+
+_KILLED_IN_A_GRAPH = """
+import os, signal, sys
+from bitwright.export import artefacts
+from bitwright.llm import quantize
+from tests.llm.models import text
+
+artefacts.write_manifest = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+source, out, work = sys.argv[1:]
+quantize(source, "w4g32", recipe="gptq", data=text(), context=24, samples=6, progress=False, to="onnx", out=out, work_dir=work)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_while_it_wrote_a_graph_writes_whole_files_at_the_next_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Of GPT-2, whose weights are stored turned: the blocks are not treated again, and nothing half written is left."""
+    from bitwright.compare.verify import verify_folder
+
+    source, out, work = (tmp_path / name for name in ("model", "out", "work"))
+    saved(source, GPT2Config, num_hidden_layers=1, n_embd=64, n_head=4, n_positions=128)
+    command = [sys.executable, "-c", _KILLED_IN_A_GRAPH, str(source), str(out), str(work)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    (left,) = out.iterdir()
+    assert left.name.startswith(".") and work.exists()
+    os.utime(left, (0, 0))  # as if it were old: another process might write there still
+    with caplog.at_level("INFO", "bitwright"):
+        quantize(source, "w4g32", recipe="gptq", data=text(), to="onnx", out=out, work_dir=work, **_SMALL)
+    assert "going on at block 1 of 1" in caplog.text and not work.exists()
+    assert not left.exists()
+    report = verify_folder(out)
+    assert report.ok, report
+    assert [(row.tokens, row.equal + row.close) for row in report.generated] == [(32, 32)] * 4
 
 
 def test_another_request_does_not_go_on_from_blocks_of_this_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -465,6 +502,30 @@ def test_matrices_that_some_files_have_no_place_for_name_those_that_have(preset:
     saved(tmp_path / "model", config, **changes)
     with pytest.raises(ExportError, match=rf"c_attn.*not a linear layer\. Remedy: write {kinds}"):
         quantize(tmp_path / "model", preset, to="compressed-tensors", out=tmp_path / "out", progress=False)
+
+
+def test_numbers_of_codes_are_mapped_from_files_while_a_graph_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, maps = tmp_path / "model", Path("/proc/self/maps")
+    saved(folder, LlamaConfig).bfloat16().save_pretrained(folder, max_shard_size="40KB")
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+
+    def write(sim: Any, *_: Any) -> None:
+        rows = [line.split() for line in maps.read_text().splitlines()] if maps.exists() else []
+        spans = [(*(int(end, 16) for end in row[0].split("-")), row[5]) for row in rows if len(row) > 5]
+        for name, parameter in sim.model.named_parameters():
+            files = [file for first, end, file in spans if first <= parameter.data_ptr() < end]
+            found[name] = ("".join(files), parameter.detach().clone())
+
+    monkeypatch.setattr(quantized, "write_graph", write)
+    quantize(folder, "w4g32", to="genai", out=tmp_path / "out", progress=False)
+    packed = [w for w in quantize(folder, "w4g32", progress=False).weights if isinstance(w, PackedWeight)]
+    for weight in packed:
+        file, values = found[weight.name]
+        assert torch.equal(values, torch.from_numpy(weight.dequantize()).bfloat16()), weight.name
+        assert "/bitwright-" in file or not maps.exists(), (weight.name, file)
+    assert len(packed) == 14
 
 
 @pytest.mark.slow

@@ -96,10 +96,14 @@ class Builder:
         self.opset: tuple[int, str] = (13, "per-channel QuantizeLinear")
 
     def initializer(self, base: str, array: NDArray[Any]) -> ir.Value:
-        """A new constant of the main graph, visible in the graphs nested in it."""
-        return self.initializer_of(base, ir.Tensor(array))
+        """A new constant of the main graph, visible in the graphs nested in it; two codes of 4 bits share a byte of memory."""
+        tensor = ir.Tensor(array)
+        if tensor.dtype.bitwidth == 4:
+            pairs = np.frombuffer(tensor.tobytes(), np.uint8)
+            return self.initializer_of(base, ir.PackedTensor(pairs, tensor.dtype, shape=tensor.shape))
+        return self.initializer_of(base, tensor)
 
-    def initializer_of(self, base: str, tensor: ir.Tensor | ir.ExternalTensor) -> ir.Value:
+    def initializer_of(self, base: str, tensor: ir.Tensor | ir.ExternalTensor | ir.PackedTensor[Any]) -> ir.Value:
         """A new constant from a tensor, which is renamed."""
         tensor.name = name = self.names.value(_short(base))
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)

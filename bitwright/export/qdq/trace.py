@@ -30,6 +30,7 @@ from bitwright.export.qdq.writing import Weight, Writing
 from bitwright.runtimes.onnxruntime import new_session, session_options
 
 _IR_VERSION = 10
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _NUMPY_FLOATS = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 RANDOM = frozenset(
     ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
@@ -41,7 +42,7 @@ def find_constants(model: ir.Model, also: Iterable[ir.Value | None] = ()) -> dic
 
     Initializers that are graph inputs can be overridden and do not count. What is computed from constants
     alone (a weight under weight normalisation, say) is evaluated only where a marker reads it or where it is one of
-    ``also``, all in one run of ONNX Runtime.
+    ``also``, all in one run of ONNX Runtime. A half-precision constant that is only cast to float32 is so at each reading.
     """
     known = _stored(model)
     constant = set(known)
@@ -56,7 +57,27 @@ def find_constants(model: ir.Model, also: Iterable[ir.Value | None] = ()) -> dic
     asked = [v for v in marked if v is not None and v.dtype in _NUMPY_FLOATS]
     computed = constant - known.keys()
     wanted = [v for v in dict.fromkeys((*asked, *also)) if v in computed]
-    return {**known, **_evaluate(model, wanted, known)} if wanted else known
+    return {**known, **_computed(model, wanted, known)}
+
+
+def _computed(
+    model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]
+) -> dict[ir.Value, ir.TensorProtocol]:
+    """The constants that are computed of known ones: what is only cast is so at each reading, the others at once."""
+    widened = {value: wide for value in wanted if (wide := _widened(value, known)) is not None}
+    others = [value for value in wanted if value not in widened]
+    return {**widened, **(_evaluate(model, others, known) if others else {})}
+
+
+def _widened(value: ir.Value, known: Mapping[ir.Value, ir.TensorProtocol]) -> ir.TensorProtocol | None:
+    """A constant of half precision cast to float32, whose numbers are computed when they are read; ``None`` of others."""
+    node = value.producer()
+    source = known.get(node.inputs[0]) if node is not None and node.op_type == "Cast" and node.inputs[0] else None
+    if source is None or value.dtype != ir.DataType.FLOAT or source.dtype not in _HALVES:
+        return None
+    return ir.LazyTensor(
+        lambda: ir.Tensor(source.numpy().astype(np.float32)), ir.DataType.FLOAT, ir.Shape(source.shape.numpy())
+    )
 
 
 def _stored(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:

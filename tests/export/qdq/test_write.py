@@ -23,6 +23,7 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import BitwrightError, ConfigError, EncodingsError, ExportError
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
+from bitwright.export.qdq.trace import find_constants
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
 from tests.support.cost import calls_left, steps
@@ -711,6 +712,20 @@ def test_constant_nodes_count_as_constants() -> None:
     result = to_qdq(model, g.encodings)
     assert types(result.model) == ["DequantizeLinear", "Add"]
     assert_same(model, g, {"x": normal(3)}, result)
+
+
+@pytest.mark.parametrize("kind", [ir.DataType.BFLOAT16, ir.DataType.FLOAT16], ids=["bfloat16", "float16"])
+def test_half_constants_are_widened_one_by_one(kind: ir.DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are only cast to float32 no session computes them all at once."""
+    monkeypatch.setattr("bitwright.export.qdq.trace.new_session", lambda *_: pytest.fail("a session was opened"))
+    g = Graph()
+    values = normal(4, 4).astype(kind.numpy())
+    half = g.param("w", values)
+    wide = g.op("Cast", half, to=int(ir.DataType.FLOAT))
+    model = g.model(g.op("MatMul", g.input("x", 3, 4), g.mark(wide, "w", "int8", (-3, 3)), name="y"))
+    found = find_constants(model)[wide]
+    assert found.dtype == ir.DataType.FLOAT and np.array_equal(found.numpy(), values.astype(np.float32))
+    assert "Cast" not in types(to_qdq(model, g.encodings).model)
 
 
 def test_weight_read_in_float_too_keeps_its_float_original() -> None:
