@@ -5,7 +5,8 @@ The folder is made shard by shard (random bfloat16 weights, norm weights scaled 
 model (rows ``module`` and ``torchao``) or of the imports. ``torchao`` quantizes the loaded model, where it is installed.
 
 With ``--onnx`` the model is an ONNX decoder in float32 with external data, and ``--free`` what the program takes for the free
-memory: weights that fill more than half of it stay in their files, whose pages count to ``peak`` and not to ``beyond``.
+memory: weights that fill more than half of it stay in their files, whose pages count to ``peak`` and not to ``beyond``. With it a
+folder that is written as ``genai`` or ``onnx`` gets no samples where a session of the file would take more than half.
 
     python benchmarks/llm_memory.py --parameters 0.5 --to compressed-tensors --recipes nearest,gptq,awq
     python benchmarks/llm_memory.py --parameters 1.0 --blocks 4 --onnx --free 1.0 --recipes nearest
@@ -191,12 +192,14 @@ def _small() -> Any:
     ).bfloat16()  # fmt: skip
 
 
-def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int) -> dict[str, Any]:
+def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int, free: float | None) -> dict[str, Any]:
     """Quantize in this process; what it took."""
     import torch
 
-    from bitwright.llm import quantize
+    from bitwright.llm import quantize, simulated
 
+    if free is not None:
+        simulated.free_memory = lambda: round(free * 2**30)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     in_memory = recipe in ("torchao", "module", "module_in_place")
     preset = "w4g32" if to == "gguf" else "w4g128"
@@ -269,7 +272,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, help="of the model, in place of those of its size")
     parser.add_argument("--folder", type=Path, help="where the model is, or is made")
     parser.add_argument("--onnx", action="store_true", help="an ONNX decoder with external data")
-    parser.add_argument("--free", type=float, help="GiB of memory that sessions of ONNX models find free")
+    parser.add_argument("--free", type=float, help="GiB of memory that sessions find free")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -282,7 +285,11 @@ def main() -> None:
             print(json.dumps(run_onnx(path, given.one, out, given.rows, given.context, given.free)))
             return
         if given.one:
-            print(json.dumps(run(folder, given.one, given.to, Path(scratch) / "out", given.rows, given.context)))
+            print(
+                json.dumps(
+                    run(folder, given.one, given.to, Path(scratch) / "out", given.rows, given.context, given.free)
+                )
+            )
             return
         kind = "*.data" if given.onnx else "*.safetensors"
         size = sum(path.stat().st_size for path in folder.glob(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,8 +17,11 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.spec import Preset, weight_spec
 from bitwright.core.placement.config import make_rules
 from bitwright.errors import ConfigError, close_matches
+from bitwright.export.files.results import free_memory
 from bitwright.llm.checkpoint import check_room
 from bitwright.llm.files.table import FILE_FORMATS, GRAPHS
+
+logger = logging.getLogger("bitwright")
 
 
 def check_kind(to: str) -> None:
@@ -66,15 +70,27 @@ def simulation_of(model: nn.Module, found: Mapping[str, Encoding]) -> Any:
 
 
 def write_graph(sim: Any, to: str, out: Path, tokenizer: Path | None) -> None:
-    """Write a simulated language model as a file of :data:`GRAPHS`."""
+    """Write a simulated language model as a file of :data:`GRAPHS`.
+
+    Samples of every place are left out, with a note in the log, where a session of the file, which computes all its weights in
+    float32, would fill more than half of the free memory.
+    """
     from bitwright.llm.decoder_export import export_decoder
     from bitwright.llm.openvino_export import export_openvino
 
     named = None if tokenizer is None else str(tokenizer)
     if to == "openvino":
         export_openvino(sim, out, tokenizer=named)
-    else:
-        export_decoder(sim, out, tokenizer=named, attention="plain" if to == "onnx" else "auto")
+        return
+    needed, free = 4 * sum(parameter.numel() for parameter in sim.model.parameters()), free_memory()
+    options: dict[str, Any] = {}
+    if 2 * needed > free:
+        options["samples"] = False
+        logger.info(
+            "%s: without samples, because a session of the file takes %.2f GiB and %.2f GiB of memory are free; verify compares "
+            "generated tokens", out, needed / 2**30, free / 2**30,
+        )  # fmt: skip
+    export_decoder(sim, out, tokenizer=named, attention="plain" if to == "onnx" else "auto", **options)
 
 
 def _give_codes(sim: Any, found: Mapping[str, Encoding]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from bitwright.core.numerics.affine import stored_scale
 from bitwright.core.numerics.spec import QuantSpec, find_preset
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import ConfigError, ExportError, GranularityError
-from bitwright.llm import blocks, coded, quantize, quantized
+from bitwright.llm import blocks, coded, decoder_export, quantize, quantized, simulated
 from bitwright.llm.blocks import of_checkpoint, view_by_blocks
 from bitwright.llm.checkpoint import open_checkpoint
 from bitwright.llm.coded import CodedEmbedding, CodedLinear, StoredWeight
@@ -526,6 +527,19 @@ def test_numbers_of_codes_are_mapped_from_files_while_a_graph_is_written(
         assert torch.equal(values, torch.from_numpy(weight.dequantize()).bfloat16()), weight.name
         assert "/bitwright-" in file or not maps.exists(), (weight.name, file)
     assert len(packed) == 14
+
+
+@pytest.mark.parametrize("free, samples", [(2 * 4 * 12, None), (2 * 4 * 12 - 1, False)])
+def test_samples_are_left_out_where_a_session_would_not_fit(
+    free: int, samples: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A session has the weights of a file in float32, twice as many bytes as there may be."""
+    asked: list[Any] = []
+    monkeypatch.setattr(simulated, "free_memory", lambda: free)
+    monkeypatch.setattr(decoder_export, "export_decoder", lambda *_, **options: asked.append(options.get("samples")))
+    with caplog.at_level("INFO", "bitwright"):
+        simulated.write_graph(SimpleNamespace(model=nn.Linear(4, 3, bias=False)), "genai", tmp_path, None)
+    assert asked == [samples] and ("without samples" in caplog.text) == (samples is False)
 
 
 @pytest.mark.slow
