@@ -19,7 +19,6 @@ import gc
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -258,7 +257,9 @@ def run_onnx(path: Path, recipe: str, out: Path, rows: int, context: int, free: 
 
 
 def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Of this program: ``ru_maxrss`` is at least that of the process which started it."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
 
 
 def main() -> None:

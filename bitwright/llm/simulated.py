@@ -17,7 +17,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.spec import Preset, weight_spec
 from bitwright.core.placement.config import make_rules
 from bitwright.errors import ConfigError, close_matches
-from bitwright.export.files.results import free_memory
+from bitwright.export.files.onnx_file import free_memory
 from bitwright.llm.checkpoint import check_room
 from bitwright.llm.files.table import FILE_FORMATS, GRAPHS
 
