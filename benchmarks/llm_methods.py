@@ -42,11 +42,14 @@ from torch import Tensor, nn
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, RangeMethod, dynamic_spec, find_preset, weight_spec
 from bitwright.torch import (
+    Distillation,
     QuantizationSimModel,
+    TrainingGuard,
     add_low_rank_branches,
     apply_reconstruction,
     awq_model,
     correct_errors,
+    parameter_groups,
     rotate_model,
     transform_model,
 )
@@ -141,6 +144,8 @@ _PLAIN = {"nearest": (), "gptq": ("gptq",)}
 _PLAIN_AND_RANGES = _PLAIN | {"seq_mse, gptq": ("seq_mse", "gptq")}
 #: without a stream that rotates, as that of layer norms
 TRANSFORMED = _PLAIN | {"transform, gptq": ("transform", "gptq"), "transform+, gptq": ("transform+", "gptq")}
+#: "distilled": all weights of the blocks are trained towards the float outputs, on stories that the model itself tells
+_DISTILLED = {"gptq, distilled": ("gptq", "distilled")}
 _STEPS = 50  # of AutoRound, here and in the tool of its authors
 _NOISE = 0.02  # of two perplexities that mean the same
 #: format -> percent above float of stories260k that was aimed at
@@ -168,9 +173,15 @@ def methods_for(model: str, format: str) -> dict[str, tuple[str, ...]]:
         return ROTATED
     if format in ("int3 float zero", "int2 float zero"):
         return METHODS | BRANCHED
-    if format in ("int4", "int3"):
+    if format == "int4":
+        return METHODS | {"autoround": ("autoround",)} | _DISTILLED
+    if format == "int3":
         return METHODS | {"autoround": ("autoround",)}
-    if format in ("int2", "int3 g64", "int4 g128"):
+    if format == "int4 float zero":
+        return METHODS | _DISTILLED
+    if format == "int2":
+        return _PLAIN_AND_RANGES | _DISTILLED
+    if format in ("int3 g64", "int4 g128"):
         return _PLAIN_AND_RANGES
     return _PLAIN if " a8" in format or "hqq" in format or "w8a8" in format else METHODS
 
@@ -243,7 +254,7 @@ def _trained(name: str, stories: int, taught: bool = False) -> nn.Module:
 @torch.no_grad()
 def _told(count: int, length: int = 129) -> Tensor:
     """Stories that stories260k tells at temperature 1, kept for all models."""
-    path = BUILD / f"llm_stories_{count}.safetensors"
+    path = BUILD / f"llm_stories_{count}x{length}.safetensors"
     if path.exists():
         return load_file(path)["told"]
     model = data.stories_of_transformers()
@@ -395,14 +406,27 @@ def quantized(subject: Subject, format: Any, methods: Sequence[str], batches: li
     _leave_ends(sim, () if static else subject.ends)
     sim.compute_encodings(batches if static else None, progress=False)
     for name in methods:
-        if name != "awq" and not name.startswith(("rotate", "transform", "branch")):
+        if name != "awq" and not name.startswith(("rotate", "transform", "branch", "distilled")):
             options = {"k-means": {"rounds": 0, "match_float": False}, "autoround": {"iterations": _STEPS}}.get(
                 name, {}
             )
             apply_reconstruction(sim, batches, "gptvq" if name == "k-means" else name, progress=False, **options)
     if _ranks(methods):
         correct_errors(sim, model, batches, progress=False)
+    if "distilled" in methods:
+        _distill(sim, model, torch.cat([*batches, _told(480, 257)[:, :-1]]))
     return sim.model
+
+
+def _distill(sim: QuantizationSimModel, model: nn.Module, rows: Tensor, steps: int = 200, rate: float = 1e-3) -> None:
+    """Train the weights of the blocks on their grids, 8 rows a step, towards the outputs of ``model``; no labels."""
+    distillation = Distillation(sim, teacher=model)
+    optimizer = torch.optim.Adam(parameter_groups(sim, layers="layers.*", lr=rate))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1)
+    guard, drawn = TrainingGuard(optimizer), torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        guard.step(distillation(rows[torch.randint(0, len(rows), (8,), generator=drawn)])[0])
+        schedule.step()
 
 
 def _leave_ends(sim: QuantizationSimModel, patterns: Sequence[str]) -> None:
