@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -416,18 +417,19 @@ def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
     """Random inputs of the shapes given, in the model's dtype.
 
     Raises:
-        ModelError: no shapes.
+        ModelError: no shapes, or something else in their place, such as the example itself.
     """
+    remedy = "pass dummy_input=x, or input_shapes=(1, 3, 224, 224)"
     if shapes is None:
-        raise ModelError(
-            function,
-            "neither dummy_input nor input_shapes was given, so the model cannot be run once",
-            "pass dummy_input=x, or input_shapes=(1, 3, 224, 224)",
-        )
-    several = len(shapes) > 0 and isinstance(shapes[0], Sequence)
+        problem = "neither dummy_input nor input_shapes was given, so the model cannot be run once"
+        raise ModelError(function, problem, remedy)
+    several = isinstance(shapes, Sequence) and len(shapes) > 0 and isinstance(shapes[0], Sequence)
+    each = list(shapes) if several else [shapes]
+    if not all(isinstance(shape, Sequence) and all(isinstance(n, Integral) for n in shape) for shape in each):
+        raise ModelError(function, f"input_shapes is no shape and no list of shapes, but {type(shapes).__name__}", remedy)
     generator = torch.Generator().manual_seed(0)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    inputs = tuple(torch.randn(tuple(s), generator=generator).to(dtype) for s in (shapes if several else [shapes]))
+    inputs = tuple(torch.randn(tuple(s), generator=generator).to(dtype) for s in each)
     return inputs if several else inputs[0]
 
 

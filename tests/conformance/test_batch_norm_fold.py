@@ -147,6 +147,12 @@ def test_neither_shapes_nor_input_is_an_error():
         fold_all_batch_norms(row(conv(), bn()))
 
 
+@pytest.mark.parametrize("shapes", [torch.ones(2, 4, 8, 8), {"x": (2, 4, 8, 8)}, [torch.ones(2, 4, 8, 8)], 4])
+def test_an_input_in_place_of_shapes_is_refused(shapes):
+    with pytest.raises(ModelError, match="input_shapes is no shape and no list of shapes, but .*pass dummy_input=x"):
+        fold_all_batch_norms(row(conv(), bn()), shapes)
+
+
 def test_modes_and_dtypes_stay():
     model = row(conv(), bn()).double().train()
     assert len(fold_all_batch_norms(model, (2, 4, 8, 8))) == 1
