@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.cost import KernelTimes, is_image, size
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.quantizer import Quantizer
@@ -204,7 +206,47 @@ def _gains_on_codes(sim: Simulation, target: Target) -> dict[str, bool]:
     graph, times = sim.graph, target.kernel_times
     weights = {site.op for site in sim.quantizers.values() if site.enabled and site.role == "weight"}
     layers = (op for op in graph.ops if op.type in target.code_results and op.name in weights)
-    return {op.name: times is None or times.gains(graph, op) for op in layers}
+    return {op.name: times is None or _gains(graph, op, times, weights) for op in layers}
+
+
+def _gains(graph: Graph, op: Op, times: KernelTimes, layers: Collection[str]) -> bool:
+    """Whether ``op`` takes less time on codes, what it reads and makes converted where its neighbours hold other numbers.
+
+    Neighbours that are layers hold codes, all others float numbers. A float convolution of images has its own layout.
+    """
+    in_float, on_codes = times.layer(graph, op)
+    images = is_image(graph, op.outputs[0])
+    for value, to_layers in ((str(op.inputs[0]), _made_by(graph, str(op.inputs[0]), layers)),
+                             (op.outputs[0], _read_by(graph, op.outputs[0], layers))):  # fmt: skip
+        conversion = size(graph, value) * times.conversion
+        in_float += conversion * (images or to_layers)
+        on_codes += conversion * (not to_layers)
+    return on_codes < in_float
+
+
+def _made_by(graph: Graph, value: str, layers: Collection[str]) -> bool:
+    """Whether ``value`` comes from a layer: moved, or made by what is fused into it."""
+    while (maker := graph.producer(value)) is not None and maker.name not in layers:
+        if (read := _carried(graph, maker)) is None:
+            return False
+        value = read
+    return maker is not None
+
+
+def _read_by(graph: Graph, value: str, layers: Collection[str]) -> bool:
+    """Whether layers alone read ``value``: moved, or after what is fused into the operator that makes it."""
+    while (reader := graph.sole_consumer(value)) is not None and reader.name not in layers:
+        if _carried(graph, reader) != value:
+            return False
+        value = reader.outputs[0]
+    return not graph.is_output(value) and all(reader.name in layers for reader, _ in graph.consumers(value))
+
+
+def _carried(graph: Graph, op: Op) -> str | None:
+    """The value that ``op`` moves, or that it bounds or adds a bias to, as a part of the layer before."""
+    read = [value for _, value in op.sources() if not graph.values[value].is_static]
+    carries = op_row(op.type).kind == "movement" or op.type == "Add" or op.type in TRAITS["clamp"]
+    return read[0] if carries and len(read) == 1 else None
 
 
 def _rounded(graph: Graph, value: str, on_grid: Collection[str]) -> str:

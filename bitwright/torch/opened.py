@@ -426,7 +426,9 @@ def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
     several = isinstance(shapes, Sequence) and len(shapes) > 0 and isinstance(shapes[0], Sequence)
     each = list(shapes) if several else [shapes]
     if not all(isinstance(shape, Sequence) and all(isinstance(n, Integral) for n in shape) for shape in each):
-        raise ModelError(function, f"input_shapes is no shape and no list of shapes, but {type(shapes).__name__}", remedy)
+        raise ModelError(
+            function, f"input_shapes is no shape and no list of shapes, but {type(shapes).__name__}", remedy
+        )
     generator = torch.Generator().manual_seed(0)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = tuple(torch.randn(tuple(s), generator=generator).to(dtype) for s in each)

@@ -12,10 +12,18 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.errors import ConfigError
 
+_IMAGE = 4  # axes of a batch of images
+
 
 def size(graph: Graph, value: str) -> float:
     """Elements of a value; axes of unknown length count as 1."""
     return float(np.prod([max(n, 1) for n in graph.values[value].shape]))
+
+
+def is_image(graph: Graph, value: str) -> bool:
+    """Whether a value that a run computes has the axes of a batch of images."""
+    found = graph.values[value]
+    return not found.is_static and len(found.shape) == _IMAGE
 
 
 def multiplications(graph: Graph, op: Op) -> float:
@@ -87,13 +95,7 @@ class KernelTimes:
             on_codes += self.patch * made / weight[0] * float(np.prod(weight[2:-1]))
         return (in_float, on_codes)
 
-    def gains(self, graph: Graph, op: Op) -> bool:
-        """Whether ``op`` takes less time on codes."""
-        in_float, on_codes = self.layer(graph, op)
-        return on_codes < in_float
 
-
-_IMAGE = 4  # axes of a batch of images
 # operators that compute the same whichever axis holds the channels, beside those that are pointwise and merge
 _ANY_LAYOUT = frozenset((
     *TRAITS["identity"], "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Pad", "Slice", "ReduceMean",
@@ -166,11 +168,7 @@ class Layouts:
 
     def _images(self, op: Op) -> list[str]:
         """The images that an operator reads."""
-        return [value for value in dict.fromkeys(v for _, v in op.sources()) if self._is_image(value)]
-
-    def _is_image(self, value: str) -> bool:
-        found = self._graph.values[value]
-        return not found.is_static and len(found.shape) == _IMAGE
+        return [value for value in dict.fromkeys(v for _, v in op.sources()) if is_image(self._graph, value)]
 
     def time(self, moved: Moved, times: KernelTimes, rows: int = 1) -> float:
         """Time of ``moved`` in nanoseconds.

@@ -12,11 +12,19 @@
   Rounding to a grid of one scale is monotonic, so the code of the maximum is the maximum of the codes. ONNX Runtime (1.31) pools
   floats in the blocked layout of the preceding convolution, and codes, whose channels come first there, several times as
   slowly. It would move the QuantizeLinear back across the MaxPool; a Concat of one tensor, which costs one copy, prevents it.
+- :func:`join_activations`: SiLU and GELU, written out, become one operator of ONNX Runtime::
+
+      before: x -> Sigmoid -> Mul(x)
+      after:  x -> QuickGelu
+
+  It joins them itself in float models (not every spelling of GELU), and nowhere behind a DequantizeLinear, which each reader
+  gets a copy of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
@@ -51,6 +59,99 @@ def measure_codes(model: ir.Model) -> None:
 
 _POOLS = frozenset(("MaxPool", "GlobalMaxPool"))
 _CODES = 16  # most bits of codes that pairs stand for
+
+
+_OWN = "com.microsoft"
+_TOLERANCE = 1e-4  # relative; constants of GELU are written with few digits
+
+
+def join_activations(builder: Builder, model: ir.Model) -> None:
+    """Write SiLU and exact GELU in float32 as ``QuickGelu`` and ``Gelu`` of ONNX Runtime.
+
+    Left as they are: those of which another operator or the model returns a part, or whose parts have quantizers.
+
+    Args:
+        builder: of the model.
+        model: changed in place; computes the same within rounding of float32.
+    """
+    for node in tuple(all_nodes(model.graph)):
+        find, name, attributes = _JOINED.get(node.op_type, (None, "", {}))
+        found = None if find is None or node.domain or node.inputs[0] is None else find(node)
+        if found is not None and found[0].dtype == ir.DataType.FLOAT:
+            _join(builder, *found, name, attributes)
+
+
+def _join(builder: Builder, given: ir.Value, last: ir.Node, name: str, attributes: Mapping[str, float]) -> None:
+    """Turn the last operator of an activation function into the whole of it."""
+    parts = [value for value in last.inputs if value is not None and value is not given]
+    builder.become(last, name, [given], last.name)
+    last.domain = _OWN
+    for key, number in attributes.items():
+        last.attributes[key] = ir.AttrFloat32(key, number)
+    for value in parts:
+        remove_unread(value)
+    builder.graph.opset_imports.setdefault(_OWN, 1)
+
+
+def _silu(sigmoid: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+    """What a SiLU reads, and its last operator."""
+    given, product = sigmoid.inputs[0], _sole_reader(sigmoid.outputs[0])
+    assert given is not None
+    return (given, product) if product is not None and _other(product, "Mul", sigmoid.outputs[0]) is given else None
+
+
+def _gelu(erf: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+    """What ``x / 2 * (1 + erf(x / sqrt(2)))`` reads, and its last operator, whichever is multiplied first."""
+    scaled = erf.inputs[0]
+    assert scaled is not None
+    given = _divided(scaled, math.sqrt(2.0))
+    plus = _sole_reader(erf.outputs[0])
+    if given is None or plus is None or not _is_number(_other(plus, "Add", erf.outputs[0]), 1.0):
+        return None
+    first = _sole_reader(plus.outputs[0])
+    other = None if first is None else _other(first, "Mul", plus.outputs[0])
+    if first is None or other is None:
+        return None
+    if _divided(other, 2.0) is given:
+        return given, first
+    last = _sole_reader(first.outputs[0])
+    factor = None if last is None else _other(last, "Mul", first.outputs[0])
+    if last is None or factor is None:
+        return None
+    whole = (other is given and _is_number(factor, 0.5)) or (factor is given and _is_number(other, 0.5))
+    return (given, last) if whole else None
+
+
+#: operator of one kind in each -> what finds the whole function, its operator in ONNX Runtime, and the attributes of that
+_JOINED: Mapping[str, tuple[Callable[[ir.Node], tuple[ir.Value, ir.Node] | None], str, Mapping[str, float]]] = {
+    "Sigmoid": (_silu, "QuickGelu", {"alpha": 1.0}),
+    "Erf": (_gelu, "Gelu", {}),
+}
+
+
+def _divided(value: ir.Value, number: float) -> ir.Value | None:
+    """``x`` where ``value`` is ``x / number``, or ``x`` times its reciprocal, and nothing else reads it."""
+    node = value.producer()
+    if node is None or node.domain or _sole_reader(value) is None:
+        return None
+    left, right = (*node.inputs, None)[:2]
+    if node.op_type == "Div":
+        return left if _is_number(right, number) else None
+    if node.op_type == "Mul":
+        return left if _is_number(right, 1 / number) else right if _is_number(left, 1 / number) else None
+    return None
+
+
+def _other(node: ir.Node, op: str, value: ir.Value) -> ir.Value | None:
+    """What an ``op`` of two operands reads beside ``value``."""
+    if node.op_type != op or node.domain:
+        return None
+    return next((other for other in node.inputs if other is not value), None)
+
+
+def _is_number(value: ir.Value | None, number: float) -> bool:
+    held = None if value is None else value.const_value
+    return held is not None and held.size == 1 and math.isclose(float(held.numpy().item()), number, rel_tol=_TOLERANCE)
 
 
 def round_after_pools(w: Writing) -> None:

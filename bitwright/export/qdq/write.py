@@ -45,7 +45,13 @@ from bitwright.export.qdq.products import (
     keep_in_float,
     products_without_kernel,
 )
-from bitwright.export.qdq.rewrites import close_scans, keep_after_pool, measure_codes, round_after_pools
+from bitwright.export.qdq.rewrites import (
+    close_scans,
+    join_activations,
+    keep_after_pool,
+    measure_codes,
+    round_after_pools,
+)
 from bitwright.export.qdq.run_time import write_run_time_layers, write_run_time_products
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
@@ -154,18 +160,25 @@ def _run(w: Writing) -> QdqResult:
     _tidy(w)
     _write_recurrent(w)
     write_nbits(w.builder, w.narrow_products)
-    if w.target.gathers_codes:
-        write_lookups(w.builder)
-    if w.target.measures_codes:
-        measure_codes(w.model)
-    if w.target.closes_scans:
-        close_scans(w.builder, w.model)
+    _rewrite_for_runtime(w)
     if w.half is not None:
         _write_half(w, w.half)
     version, what = w.builder.opset
     w.check_opset(version, what)
     names = {site: tuple(str(v.name) for v in values) for site, values in w.tensors.items()}
     return QdqResult(w.model, names, tuple(note for note in w.notes if not _of_half_bias(w, note)), w.raised)
+
+
+def _rewrite_for_runtime(w: Writing) -> None:
+    """Write what the runtime computes faster, or reads at all."""
+    if w.target.gathers_codes:
+        write_lookups(w.builder)
+    if w.target.measures_codes:
+        measure_codes(w.model)
+    if w.target.joins_activations and w.half is None:
+        join_activations(w.builder, w.model)
+    if w.target.closes_scans:
+        close_scans(w.builder, w.model)
 
 
 def _drop_vectors(w: Writing) -> None:

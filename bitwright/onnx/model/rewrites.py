@@ -10,6 +10,7 @@ layout: channels in blocks of 8 or 16)      that only fill a block go where that
 ReorderInput, ReorderOutput                 nothing, or a Transpose where channels are the last axis
 FusedConv, FusedGemm                        Conv or Gemm, the sum and the activation function after it
 FusedMatMul                                 Transpose, MatMul, Mul
+QuickGelu, Gelu (``com.microsoft``)         Sigmoid and Mul; Mul, Erf, Add, Mul
 ==========================================  ==========================================================================
 
 How long a block is depends on the CPU for which the file was written, which it does not say: it is taken to be this one.
@@ -23,6 +24,7 @@ what they meant.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -538,6 +540,7 @@ def _bias_vector(node: ir.Node, bias: ir.Value, beta: float) -> Array | None:
 
 
 _BLOCKED, _FUSED = "com.microsoft.nchwc", "com.microsoft"
+_FUSED_TYPES = ("FusedConv", "FusedGemm", "QuickGelu", "Gelu")
 _NHWC_TO_NCHW, _NCHW_TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)
 _LEAST_SQNR = 80.0  # dB; two orders of summation of a deep network agree to about 100
 _AGAIN = (
@@ -577,7 +580,7 @@ def undo_optimizations(model: ir.Model, opset: int, clone: Callable[[ir.Model], 
 def _is_undone(node: ir.Node) -> bool:
     if node.domain == _FUSED:
         batch = any(node.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB"))
-        return node.op_type in ("FusedConv", "FusedGemm") or (node.op_type == "FusedMatMul" and not batch)
+        return node.op_type in _FUSED_TYPES or (node.op_type == "FusedMatMul" and not batch)
     return node.domain == _BLOCKED
 
 
@@ -690,6 +693,23 @@ def _product(site: _Site, node: ir.Node) -> None:
     if alpha != 1:
         pen.scaled(alpha)
     take_place(site.model, node, pen.value)
+
+
+def _quick_gelu(site: _Site, node: ir.Node) -> None:
+    """``x * sigmoid(alpha * x)``."""
+    pen = site.pen(node)
+    given, alpha = pen.value, pen.number("alpha", 1.702)
+    if alpha != 1:
+        pen.scaled(alpha)
+    take_place(site.model, node, pen.then("Sigmoid").with_value("Mul", given).value)
+
+
+def _gelu(site: _Site, node: ir.Node) -> None:
+    """``x / 2 * (1 + erf(x / sqrt(2)))``."""
+    pen = site.pen(node)
+    given = pen.value
+    plus = pen.scaled(math.sqrt(0.5)).then("Erf").then("Add", np.asarray(1, np.float32))
+    take_place(site.model, node, plus.with_value("Mul", given).scaled(0.5).value)
 
 
 def _reorder(site: _Site, node: ir.Node) -> None:
@@ -888,6 +908,8 @@ _OPTIMIZED_REWRITES: dict[tuple[str, str], Callable[[_Site, ir.Node], None]] = {
     (_FUSED, "FusedConv"): _layer,
     (_FUSED, "FusedGemm"): _layer,
     (_FUSED, "FusedMatMul"): _product,
+    (_FUSED, "QuickGelu"): _quick_gelu,
+    (_FUSED, "Gelu"): _gelu,
     (_BLOCKED, "Conv"): _convolution,
     (_BLOCKED, "Upsample"): _upsample,
     (_BLOCKED, "ReorderInput"): _reorder,

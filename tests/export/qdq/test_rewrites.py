@@ -374,3 +374,58 @@ def test_it_is_read_back_as_an_encoding(tmp_path: Path) -> None:
     ops = {node.op_type for node in again.marked.graph}
     assert not ops & {"Concat", "QuantizeLinear"}, ops
     np.testing.assert_array_equal(again.run(FEEDS)[0], outputs(result)["float"][0])
+
+
+def _silu(g: Graph, x: ir.Value) -> ir.Value:
+    return g.op("Mul", g.op("Sigmoid", x), x)
+
+
+def _gelu(spelling: str) -> Callable[[Graph, ir.Value], ir.Value]:
+    """``x / 2 * (1 + erf(x / sqrt(2)))``, multiplied in the order that the word says."""
+
+    def build(g: Graph, x: ir.Value) -> ir.Value:
+        def number(value: float) -> ir.Value:
+            return g.param(f"number_{value:.3f}_{len(g.nodes)}", np.array(value, np.float32))
+
+        by_product = spelling == "half first"
+        scaled = g.op("Mul", x, number(0.5**0.5)) if by_product else g.op("Div", x, number(2**0.5))
+        plus = g.op("Add", g.op("Erf", scaled), number(1.0))
+        if spelling == "x first":
+            return g.op("Mul", g.op("Mul", x, plus), number(0.5))
+        if spelling == "half of x":
+            return g.op("Mul", g.op("Div", x, number(2.0)), plus)
+        return g.op("Mul", x, g.op("Mul", number(0.5), plus))
+
+    return build
+
+
+_SPELLINGS = {"silu": _silu, **{word: _gelu(word) for word in ("x first", "half first", "half of x")}}
+
+
+@pytest.mark.parametrize("word", _SPELLINGS)
+def test_an_activation_between_grids_is_one_operator(word: str) -> None:
+    g = Graph()
+    x = g.mark(g.input("x", *X.shape), "x", "uint8", X)
+    model = g.model(g.mark(_SPELLINGS[word](g, x), "y", "uint8", (-0.5, 3.0), name="out"))
+    result = to_qdq(model, g.encodings, target="ort_cpu").model
+    kind = "QuickGelu" if word == "silu" else "Gelu"
+    assert types(result).count(kind) == 1 and not {"Sigmoid", "Erf", "Mul", "Add", "Div"} & set(types(result))
+    assert not any(name.startswith("number") for name in result.graph.initializers)
+    wanted = simulate(model, g.encodings, {"x": X})[1]["out"]
+    off = np.abs(run_plain(result, {"x": X})[0] - wanted) / g.encodings["y"].scale
+    assert off.max() < 1.01 and (off > 0.5).mean() < 0.01  # a tie of float32 may fall to the other side
+
+
+def test_activations_of_which_a_part_is_read_stay_as_they_are() -> None:
+    for read in ("gate", "grid", "other", "target"):
+        g = Graph()
+        x = g.mark(g.input("x", *X.shape), "x", "uint8", X)
+        gate = g.op("Sigmoid", x)
+        if read == "grid":
+            gate = g.mark(gate, "gate", "uint8", (0.0, 1.0))
+        y = g.op("Mul", gate, g.op("Relu", x) if read == "other" else x)
+        if read == "gate":
+            y = g.op("Add", y, gate)
+        model = g.model(g.mark(y, "y", "uint8", (-0.5, 3.0), name="out"))
+        target = "openvino_cpu" if read == "target" else "ort_cpu"
+        assert "QuickGelu" not in types(to_qdq(model, g.encodings, target=target).model), read
