@@ -202,9 +202,8 @@ _OWN: dict[str, Target] = {
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
                rules=_RUN_TIME, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True, measures_codes=True,
-               joins_activations=True,
-               pools_floats=True, code_results=_ORT_CONVOLUTIONS, wide_bits=None, kernel_times=_ORT_TIMES,
-               unsigned_in_bodies=True),
+               joins_activations=True, pools_floats=True, code_results=_ORT_CONVOLUTIONS, wide_bits=None,
+               kernel_times=_ORT_TIMES, unsigned_in_bodies=True),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY, packs_odd_rows=False, short_blocks=False, closes_scans=True, exact_session=_OPENVINO_SESSION,
                wide_bits=None),
