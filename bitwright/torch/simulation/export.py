@@ -75,14 +75,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.interception.intercept import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
-from bitwright.torch.simulation.exported_program import (
-    captured,
-    drop_unread,
-    raised_at,
-    take_runs,
-    to_onnx,
-    untranslated,
-)
+from bitwright.torch.simulation.exported_program import captured, raised_at, simplify, take_runs, to_onnx, untranslated
 from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
@@ -371,7 +364,7 @@ def marked_onnx(
         with alone, evaluation(sim.model), torch.no_grad(), _quiet(), model_alone(sim.model):
             flat = _Flat(sim.model, args, kwargs, returned.append).eval()
             program, told = captured(sim, flat, (args, kwargs), tensors, shapes)
-            drop_unread(program)
+            simplify(program)
             model = to_onnx(program)
             left = take_runs(model)
             if notes is not None:
@@ -450,7 +443,7 @@ def marked_program(
         with alone, evaluation(sim.model), torch.no_grad(), _quiet(), model_alone(sim.model):
             flat = _Flat(sim.model, args, kwargs, lambda paths: None).eval()
             program, _ = captured(sim, flat, (args, kwargs), tensors, shapes)
-            drop_unread(program)
+            simplify(program)
             return make(program, tensors, shapes)
     except (BusyError, ExportError):
         raise

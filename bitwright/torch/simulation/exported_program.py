@@ -876,11 +876,32 @@ def _write_down(
     traced.recompile()
 
 
-def drop_unread(program: ExportedProgram) -> None:
-    """Remove nodes that no output depends on from a captured program, including marks."""
+def simplify(program: ExportedProgram) -> None:
+    """Remove from a captured program what no output depends on, including marks, and batch norms that change nothing.
+
+    Folding leaves such batch norms where a module computes more than its norm, or a forward calls the function. Between
+    a layer and its quantizer they would keep the layer on float kernels.
+    """
+    held = {**program.constants, **program.state_dict}
+    names = {**program.graph_signature.inputs_to_parameters, **program.graph_signature.inputs_to_buffers}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
+        given, *others = node.args[:5]
+        tensors = [held.get(names.get(other.name, "")) if isinstance(other, fx.Node) else other for other in others]
+        if isinstance(given, fx.Node) and not node.args[5] and _changes_nothing(tensors, node.args[7]):
+            node.replace_all_uses_with(given)
     for part in _graphs(program.graph_module):
         part.graph.eliminate_dead_code()
         part.recompile()
+
+
+def _changes_nothing(params: Sequence[Any], eps: Any) -> bool:
+    """Whether a batch norm of these parameters (weight, bias, mean, variance; ``None`` is none) returns what it is given."""
+    weight, bias, mean, variance = params
+    known = isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor) and isinstance(eps, float)
+    if not known or not all(one is None or isinstance(one, torch.Tensor) for one in (weight, bias)):
+        return False
+    exact = bool((mean == 0).all()) and bool((variance + eps == 1).all())
+    return exact and (weight is None or bool((weight == 1).all())) and (bias is None or bool((bias == 0).all()))
 
 
 def take_runs(model: ir.Model) -> dict[str, list[int]]:

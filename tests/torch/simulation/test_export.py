@@ -138,6 +138,42 @@ def test_float_graph_and_encodings_speak_of_the_same_tensors(sim, data, tmp_path
 
 
 @pytest.mark.parametrize("simulate", [True, False], ids=["float-kernels", "integer-kernels"])
+class NormAct(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(super().forward(x))
+
+
+class Inside(nn.Module):
+    """Batch norms that no identity can replace: of a module that also computes a ReLU, and called by a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Conv2d(3, 8, 3, bias=False), NormAct(8), nn.Conv2d(8, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, n = self.second(self.act(self.first(x))), self.norm
+        return nn.functional.batch_norm(x, n.running_mean, n.running_var, n.weight, n.bias, eps=n.eps)
+
+
+def test_norms_that_folding_leaves_in_place_keep_no_layer_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 3, 9, 9), Inside().eval()
+    for norm in (model.act, model.norm):
+        nn.init.normal_(norm.weight), nn.init.normal_(norm.bias), nn.init.normal_(norm.running_mean)
+    given = copy.deepcopy(model)
+    assert len(fold_all_batch_norms(model, dummy_input=x)) == 2 and isinstance(model.act, NormAct)
+    for net, norms in ((given, 2), (model, 0)):
+        sim = QuantizationSimModel(net, x)
+        sim.compute_encodings([x])
+        exported = sim.export(tmp_path / str(norms), "net", x)
+        for path in (exported.qdq, exported.float_model):
+            assert [node.op_type for node in onnx.load(path).graph.node].count("BatchNormalization") == norms
+        report = sim.verify(x)
+        assert report.ok
+        assert [row.kernel for row in report.rows].count("QLinearConv") == 2 - norms
+
+
 def test_the_exported_network_computes_what_the_simulation_does(sim, data, tmp_path, simulate):
     exported = sim.export(tmp_path, "net", data[0])
     got = run(exported.qdq, {"image": data[1].numpy()}, simulate)
