@@ -42,6 +42,7 @@ from tests.analysis.conftest import Net as AnalysisNet
 from tests.analysis.conftest import batches
 from tests.analysis.conftest import exported as exported_model
 from tests.onnx.nets import Net, body
+from tests.support.simulations import calibrated
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,8 +59,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     batch = torch.randn(2, 1, 4, 4, generator=generator)
-    sim = QuantizationSimModel(model, batch)
-    sim.compute_encodings([batch])
+    sim = calibrated(QuantizationSimModel(model, batch), [batch])
     folder = tmp_path_factory.mktemp("exported")
     sim.export(folder, "net", batch)
     return folder

@@ -21,6 +21,7 @@ from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_mode
 from tests.methods.transformer import with_outliers
 from tests.support import data
 from tests.support.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
+from tests.support.simulations import calibrated
 from tests.support.standins import denoiser, tone_detector
 from tests.support.tasks import TASKS, Task, measured
 
@@ -165,8 +166,7 @@ def test_outputs_come_nearer_than_by_nearest_rounding(shared_data, name):
 def folded(name: str, calibration: list[torch.Tensor], preset: str = "w4a8"):
     model = trained(name)
     fold_all_batch_norms(model, dummy_input=calibration[0])
-    sim = QuantizationSimModel(model, calibration[0], preset=preset)
-    sim.compute_encodings(calibration)
+    sim = calibrated(QuantizationSimModel(model, calibration[0], preset=preset), calibration)
     return model, sim
 
 
@@ -242,8 +242,7 @@ def test_resnet20_as_an_onnx_file_reaches_what_the_module_reaches(cifar, cifar_t
     feeds = [x.numpy() for x in calibration]
     loaded = onnx_front.load_model(onnx_file("resnet20_aux"))
     onnx_front.fold_all_batch_norms(loaded, feeds[0])
-    other = onnx_front.QuantizationSimModel(loaded.model, feeds[0], preset="w4a8")
-    other.compute_encodings(feeds)
+    other = calibrated(onnx_front.QuantizationSimModel(loaded.model, feeds[0], preset="w4a8"), feeds)
     nearest = accuracy(lambda x: torch.from_numpy(other.run(x.numpy())[0]), test)
     onnx_front.apply_reconstruction(other, feeds, "gptq")
     other.compute_encodings(feeds)
@@ -304,8 +303,7 @@ def test_a_recurrent_language_model_at_four_bits(shared_data):
     test = shakespeare("test")[: 160 * 129].reshape(160, 129)
     batches = list(rows.split(16))
     model = trained("lstm_char")
-    sim = QuantizationSimModel(model, batches[0], preset="w4a16")
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset="w4a16"), batches)
     reference, nearest = perplexity(model, test), perplexity(sim.model, test)
     apply_reconstruction(sim, batches, "gptq")
     assert perplexity(sim.model, test) - reference < 0.75 * (nearest - reference)

@@ -24,6 +24,7 @@ from bitwright.recipes.recipe import Outcome, RecipeReport
 from bitwright.tables import Table, Tabular, html_table, html_text, plain, text_table
 from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import check_model
+from tests.support.simulations import calibrated
 
 
 class Shape(html.parser.HTMLParser):
@@ -53,8 +54,7 @@ def sims(tmp_path_factory):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(4, 8)
     path = tmp_path_factory.mktemp("tables")
-    sim = TorchSim(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(TorchSim(model, x), [x])
     files = sim.export(path, "net", x)
     onnx = OnnxSim(files.float_model)
     onnx.compute_encodings([{onnx.graph.inputs[0]: x.numpy()}])

@@ -32,6 +32,7 @@ from bitwright.export.targets import find_target
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 from tests.support.signatures import callables
+from tests.support.simulations import calibrated
 
 
 def net() -> nn.Sequential:
@@ -123,8 +124,7 @@ def test_an_empty_batch_is_refused_before_any_step_runs(front_end: str, caplog: 
 
 
 def test_an_example_without_a_sample_is_not_exported(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(net(), X)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(QuantizationSimModel(net(), X), [X])
     with pytest.raises(ExportError, match="^example: the batch holds no sample: input is 0x3x6x6"):
         sim.export(tmp_path, "net", X[:0])
 
@@ -173,8 +173,7 @@ def test_a_missing_encodings_file_to_read_is_not_answered_with_a_folder_to_creat
 
 
 def test_a_missing_folder_to_write_to_is_answered_with_a_folder_to_create(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(net(), X)
-    sim.compute_encodings([X])
+    sim = calibrated(QuantizationSimModel(net(), X), [X])
     with pytest.raises(ExportError, match="create the folder first"):
         sim.save_encodings(tmp_path / "missing" / "x.encodings")
 
@@ -436,7 +435,6 @@ def test_what_is_excused_is_there() -> None:
 
 
 def test_an_export_to_no_path_is_refused() -> None:
-    sim = bitwright.torch.QuantizationSimModel(MODEL, DATA[0])
-    sim.compute_encodings(DATA, progress=False)
+    sim = calibrated(bitwright.torch.QuantizationSimModel(MODEL, DATA[0]), DATA)
     with pytest.raises(ConfigError, match="path: None is a NoneType"):
         sim.export(None, "model", DATA[0])

@@ -30,6 +30,7 @@ from bitwright.torch.program import TorchSimulation
 from tests.analysis.conftest import batches, exported, noise_over_signal
 from tests.onnx.nets import Net as OnnxNet
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 from tests.support.zoo import chain, chain_input
 
 
@@ -204,8 +205,7 @@ class Deciding(nn.Module):
 
 def simulated(model, data=None):
     data = [torch.randn(8, 4)] if data is None else data
-    sim = QuantizationSimModel(model.eval(), data[0])
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(model.eval(), data[0]), data)
     return sim, data
 
 
@@ -343,8 +343,7 @@ def test_a_model_that_steps_cannot_repeat_is_measured_by_switching():
 
 def test_the_estimate_is_linear_in_the_number_of_layers():
     def cost(blocks):
-        sim = QuantizationSimModel(chain(blocks, residual=True), chain_input())
-        sim.compute_encodings([chain_input()], progress=False)
+        sim = calibrated(QuantizationSimModel(chain(blocks, residual=True), chain_input()), [chain_input()])
         return steps(lambda: bitwright.analyze(sim, [chain_input()], mode="fast").to_json())
 
     cost(2)  # what is imported and cached at first use
@@ -530,8 +529,7 @@ def chain_of_layers(layers):
     torch.manual_seed(0)
     modules = [m for _ in range(layers) for m in (nn.Linear(8, 8), nn.ReLU())]
     data = [torch.randn(4, 8)]
-    sim = QuantizationSimModel(nn.Sequential(*modules).eval(), data[0])
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(nn.Sequential(*modules).eval(), data[0]), data)
     return sim, data
 
 
@@ -586,8 +584,7 @@ class Net(nn.Module):
 def made(tmp_path_factory):
     torch.manual_seed(0)
     folder, x = tmp_path_factory.mktemp("layers"), torch.randn(3, 3, 8, 8)
-    sim = TorchSim(Net().eval(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(TorchSim(Net().eval(), x), [x])
     files = sim.export(folder, "net")
     onnx = OnnxSim(files.float_model)
     feed = {onnx.graph.inputs[0]: x.numpy()}
@@ -653,8 +650,7 @@ def test_names_that_differ_in_case_or_marks_alone_are_files_of_their_own(tmp_pat
         def forward(self, x):
             return self.a(self.A(x))
 
-    sim = TorchSim(Twins(), torch.ones(1, 2))
-    sim.compute_encodings([torch.ones(1, 2)])
+    sim = calibrated(TorchSim(Twins(), torch.ones(1, 2)), [torch.ones(1, 2)])
     folder = LayerOutputUtil(sim, tmp_path).generate_layer_outputs(torch.ones(1, 2))
     assert len({path.name.lower() for path in (folder / "float").iterdir()}) == 2
 
@@ -672,8 +668,7 @@ def test_a_layer_that_runs_twice_has_two_values():
             return h
 
     x = torch.ones(1, 2, 2)
-    sim = TorchSim(Twice(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(TorchSim(Twice(), x), [x])
     names = [name for name, _, _ in layer_values(sim, x)]
     assert [name for name in names if name.startswith("fc")] == ["fc", "fc#1"]
 

@@ -22,6 +22,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.torch import QuantizationSimModel
 from tests.analysis.conftest import Net, batches, exported, make
 from tests.support.plant import PLANTS, layer_sites
+from tests.support.simulations import calibrated
 
 
 @pytest.mark.parametrize("kind", PLANTS)
@@ -109,8 +110,7 @@ def test_an_analysis_from_a_file_has_nothing_to_try(torch_case):
 
 
 def causes(model, data, **options):
-    sim = QuantizationSimModel(model.eval(), data[0], **options)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(model.eval(), data[0], **options), data)
     return sim, bitwright.analyze(sim, data)
 
 
@@ -592,8 +592,7 @@ def test_what_is_measured_is_what_the_method_brings():
     bitwright.torch.equalize_model(even, dummy_input=data[0], data=data, progress=False)
     found = []
     for one in (plain, even):
-        own = QuantizationSimModel(one, data[0], config_file=rules)
-        own.compute_encodings(data, progress=False)
+        own = calibrated(QuantizationSimModel(one, data[0], config_file=rules), data)
         with torch.no_grad():
             pairs = [(model(x).double(), own.model(x).double()) for x in data]
         noise = sum(float((a - b).square().sum()) for a, b in pairs)
@@ -609,8 +608,7 @@ def test_what_sites_are_asked_for_is_asked_for_again(front_end):
     output = [n for n, s in sim.quantizers.items() if s.role == "output"][-1]
     sim.quantizers[weight].spec = dataclasses.replace(sim.quantizers[weight].spec, format=IntFormat(4))
     sim.quantizers[output].enabled = False
-    other = sim._again(sim._float_copy())
-    other.compute_encodings(data, progress=False)
+    other = calibrated(sim._again(sim._float_copy()), data)
     assert other.quantizers[weight].encoding.format.bits == 4 and not other.quantizers[output].enabled
     sim.compute_encodings(data, progress=False)
     own, its = ({n: site for n, site in state(one, data)[0].items() if site[0]} for one in (sim, other))
@@ -625,8 +623,7 @@ def test_what_cannot_be_tried_is_told():
     with torch.no_grad():
         model[0].weight *= torch.logspace(-2, 1, 8)[:, None]
     data = [torch.randn(32, 8, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
-    sim = QuantizationSimModel(model, data[0], config_file=PER_TENSOR)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(model, data[0], config_file=PER_TENSOR), data)
     found = bitwright.analyze(sim, data)
     found.layers[0].causes = (Cause("disparate_channels", "", {"tries": ["equalize"]}, ""),)
     assert not found.try_remedies(1)

@@ -13,14 +13,13 @@ from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 from tests.support import data
 from tests.support.natural import NATURAL
 from tests.support.plant import PLANTS, layer_sites
+from tests.support.simulations import calibrated
 
 
 def simulated(name, batches, preset="w8a8"):
     model = data.trained(name)
     fold_all_batch_norms(model, dummy_input=batches[0], progress=False)
-    sim = QuantizationSimModel(model, batches[0], preset=preset)
-    sim.compute_encodings(batches, progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, batches[0], preset=preset), batches)
 
 
 @pytest.mark.slow
@@ -89,8 +88,7 @@ def test_what_costs_a_trained_network_most_is_named_with_its_cause(name):
     model, before, after = NATURAL[name].trained()
     assert after < 0.6 * before, "it has learned something"
     data, _ = NATURAL[name].batches()
-    sim = QuantizationSimModel(model, data[0])
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(model, data[0]), data)
     found = bitwright.analyze(sim, data, progress=False)
     worst = found.worst(1)[0]
     assert worst.name in layers and worst.causes[0].cause == cause

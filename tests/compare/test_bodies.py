@@ -31,6 +31,7 @@ from tests.export.marked import Array, Graph, simulate
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, feeds_for
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 Feeds = dict[str, np.ndarray]
 
@@ -114,8 +115,7 @@ def alternating(length: int | str = 4, turns: int = 4) -> onnx.ModelProto:
 def test_branches_that_iterations_take_in_turn_are_calibrated_and_compared(turns: int) -> None:
     model = alternating(turns=turns)
     data = [{"x": np.random.default_rng(i).standard_normal((2, 4)).astype(np.float32)} for i in range(4)]
-    sim = QuantizationSimModel(model, data[0])
-    sim.compute_encodings(data[:3], allow_unreached=turns == 1, progress=False)
+    sim = calibrated(QuantizationSimModel(model, data[0]), data[:3], allow_unreached=turns == 1)
     for site, wanted in (("relu.output[0]", True), ("b.output[0]", turns > 1)):
         encoding = sim.quantizers[site].encoding
         assert (encoding is not None) == wanted
@@ -127,8 +127,7 @@ def test_branches_that_iterations_take_in_turn_are_calibrated_and_compared(turns
 
 def test_a_branch_in_a_loop_is_compared_where_the_batch_says_what_lengths_are_free() -> None:
     data = [{"x": np.random.default_rng(i).standard_normal((2, 4)).astype(np.float32)} for i in range(2)]
-    sim = QuantizationSimModel(alternating("n"), data[0])
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(alternating("n"), data[0]), data)
     report = sim.verify(data[1])
     assert report.ok and not report.unchecked, str(report)
     assert sum(row.site.startswith("relu.output[0]") for row in report.rows) == 2
@@ -167,8 +166,7 @@ def prepared(build: Callable[[], onnx.ModelProto], **given: Any) -> tuple[Quanti
         if "trip" in feeds:
             feeds["trip"] = np.array(4)
         data.append(feeds)
-    sim = QuantizationSimModel(proto, data[0], threads=1, default_param_bw=7)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(proto, data[0], threads=1, default_param_bw=7), data)
     return sim, {**data[0], **{name: np.array(value) for name, value in given.items()}}
 
 
@@ -327,8 +325,7 @@ def test_a_loop_whose_tensors_change_shape_is_not_compared(caplog):
                 inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (None, 4))])  # fmt: skip
     count, yes = net.const(np.int64(3), "count"), net.const(np.bool_(True), "yes")
     proto = net.model(net("Loop", count, yes, x, name="loop", out="y", body=step))
-    sim = QuantizationSimModel(proto, feeds_for(proto, 0), threads=1)
-    sim.compute_encodings(progress=False)
+    sim = calibrated(QuantizationSimModel(proto, feeds_for(proto, 0), threads=1))
     report = sim.verify()
     assert "what bodies make cannot be brought out of them" in caplog.text
     assert set(report.unchecked.values()) == {"it lies inside the body of If, Loop or Scan"}

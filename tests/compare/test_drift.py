@@ -38,6 +38,7 @@ from bitwright.export.targets import rules_for
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
 from tests.onnx.nets import Net, body
+from tests.support.simulations import calibrated
 from tests.support.without_vnni import lacks_vnni, run_without_vnni
 
 
@@ -222,8 +223,7 @@ def test_a_profile_beside_a_runtime_and_in_memory(for_profiles: Callable[[str, i
         assert report.first is not None and report.first.cause == "saturation"
         assert report.first.text.startswith(f"{folder}@onnxruntime adds products")
     torch.manual_seed(0)
-    sim = QuantizationSimModel(perceptron().eval(), BATCHES[0])
-    sim.compute_encodings(BATCHES)
+    sim = calibrated(QuantizationSimModel(perceptron().eval(), BATCHES[0]), BATCHES)
     assert sim.drift("simulation", "ort_x64", BATCHES[0]).ok
     assert CliRunner().invoke(app, ["drift", f"{folder}@file", "ort_x64"]).exit_code == 0
     with pytest.raises(ConfigError, match=r"'ort_x46' is not an execution \(did you mean 'ort_x64'"):
@@ -334,8 +334,7 @@ def test_infinities_are_equal_and_outputs_of_a_file_are_kept(tmp_path: Path) -> 
 
 def test_a_litert_file_and_what_its_kernels_make(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sim = QuantizationSimModel(Gated().eval(), BATCHES[0], config_file=rules_for("litert", None))
-    sim.compute_encodings(BATCHES)
+    sim = calibrated(QuantizationSimModel(Gated().eval(), BATCHES[0], config_file=rules_for("litert", None)), BATCHES)
     sim.export(tmp_path, "net", BATCHES[0], target="litert")
     report = drift(f"{tmp_path}@simulation", tmp_path / "net.tflite")
     assert report.ok and report.b == f"{tmp_path}@litert", report.to_text()
@@ -373,8 +372,7 @@ class Bent(nn.Module):
 
 def test_a_kernel_that_rounds_in_a_known_way_is_no_fault_and_hides_none(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sim = QuantizationSimModel(Bent().eval(), BATCHES[0], config_file=rules_for("litert", None))
-    sim.compute_encodings(BATCHES)
+    sim = calibrated(QuantizationSimModel(Bent().eval(), BATCHES[0], config_file=rules_for("litert", None)), BATCHES)
     sim.export(tmp_path, "net", BATCHES[0], target="litert")
     for side in ("float", "simulation", "file"):
         report = drift(f"{tmp_path}@{side}", tmp_path / "net.tflite")
@@ -526,8 +524,7 @@ def test_litert_quantizes_no_activations_by_itself(preset: str, tmp_path: Path) 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh()).eval()
     x = torch.randn(2, 5, 64)
-    sim = QuantizationSimModel(model, x, preset=preset, config_file=rules_for("litert", None, preset))
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x, preset=preset, config_file=rules_for("litert", None, preset)), [x])
     sim.export(tmp_path, "net", x, target="litert")
     for side in ("float", "simulation", "file"):
         report = drift(f"{tmp_path}@{side}", "litert")
@@ -605,8 +602,7 @@ def test_what_quantizers_inside_a_body_round_is_told(tmp_path: Path) -> None:
     model = net.model(net("If", flag, name="choice", **branches))
     pictures = np.random.default_rng(0).standard_normal((2, 2, 3, 8, 8)).astype(np.float32)
     feeds = [{"x": x, "flag": np.bool_(on)} for x, on in zip(pictures, (0, 1), strict=True)]
-    sim = OnnxSim(model, feeds[0], config_file={"tail": "quantized"})
-    sim.compute_encodings(feeds)
+    sim = calibrated(OnnxSim(model, feeds[0], config_file={"tail": "quantized"}), feeds)
     sim.export(tmp_path / "out", "net")
     report = drift(f"{tmp_path / 'out'}@float", f"{tmp_path / 'out'}@file")
     (found,) = [one for one in report.findings if one.cause == "operators"]
@@ -617,8 +613,7 @@ def test_what_quantizers_inside_a_body_round_is_told(tmp_path: Path) -> None:
 
 def test_models_without_a_common_tensor(one: Path, tmp_path: Path) -> None:
     x = torch.randn(1, 7)
-    sim = QuantizationSimModel(nn.Sequential(nn.Linear(7, 2)).eval(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(nn.Sequential(nn.Linear(7, 2)).eval(), x), [x])
     sim.export(tmp_path, "other", x)
     other = onnx.load(tmp_path / "other.onnx")
     for field in (other.graph.input, other.graph.output):
@@ -702,8 +697,7 @@ def test_a_cleared_bias_leaves_the_runtime_its_kernels(tmp_path: Path) -> None:
     """A bias of floats in the place of codes made a float Gemm of an integer product, which hid that its sums saturate."""
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16)
-    sim = QuantizationSimModel(Affine().eval(), x, default_param_bw=7)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(Affine().eval(), x, default_param_bw=7), [x])
     model = ir.load(sim.export(tmp_path, "net", x).qdq)
     before = sorted(optimized_types(model).values())
     assert "QGemm" in before
@@ -761,8 +755,7 @@ def test_a_fused_kernel_is_named(model: type[nn.Module], shape: tuple[int, ...],
     torch.manual_seed(0)
     net, x = model().eval(), size * torch.randn(*shape)
     # no sum saturates, on any CPU; the softmax of the experts follows the last layer
-    sim = QuantizationSimModel(net, x, default_param_bw=7, config_file={"tail": "quantized"})
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(net, x, default_param_bw=7, config_file={"tail": "quantized"}), [x])
     report = sim.drift("file", "onnxruntime", x)
     assert report.first is not None and report.first.cause == "fusion", report.to_text()
     assert "QLinearSoftmax" in report.first.text and report.first.name == "softmax.output[0]"
@@ -797,8 +790,7 @@ def layers(*sizes: tuple[int, int]) -> nn.Module:
 def test_products_fused_with_activations_that_nobody_quantized_are_named(build, tmp_path):
     torch.manual_seed(0)
     model, x = build().eval(), torch.randn(2, 5, 64)
-    sim = QuantizationSimModel(model, x, preset="w4g32")
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x, preset="w4g32"), [x])
     sim.export(tmp_path, "fused", x, weight_only="fused", target="packed")
     for side in ("float", "simulation", "file"):
         report = drift(f"{tmp_path}@{side}", "onnxruntime")
@@ -820,8 +812,7 @@ def test_an_overflow_of_the_accumulator_is_named(layer, shape):
     with torch.no_grad():
         model[0].weight.fill_(0.01)
     x = 0.98 + 0.02 * torch.rand(*shape, generator=torch.Generator().manual_seed(0))
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     for side in ("simulation", "file"):  # in memory: export writes in float what a kernel gets this wrong
         report = sim.drift(side, "onnxruntime", x)
         assert report.first is not None and report.first.cause == "overflow", report.to_text()

@@ -30,6 +30,7 @@ from bitwright.export.files.manifest import read_origin
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import RUNTIMES, Runtime, Session
 from bitwright.torch import QuantizationSimModel, quantize
+from tests.support.simulations import calibrated
 from tests.support.without_vnni import lacks_vnni, run_without_vnni
 
 BATCHES = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -95,8 +96,7 @@ def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Pat
     model = nn.Sequential(nn.Linear(48, 33), nn.Tanh(), nn.Linear(33, 48), nn.Tanh(), nn.Linear(48, 33)).eval()
     for i, shape in enumerate(((2, 4, 48), (4, 48))):
         x = torch.randn(*shape)
-        sim = QuantizationSimModel(model, x, preset=preset)
-        sim.compute_encodings([x])
+        sim = calibrated(QuantizationSimModel(model, x, preset=preset), [x])
         sim.export(tmp_path / str(i), "net", x, target="openvino_cpu")
         report = verify_folder(tmp_path / str(i), runtime="openvino")
         assert report.ok and all(row.as_integer > 100 for row in report.outputs), report.to_text()
@@ -112,8 +112,7 @@ def test_the_export_says_what_a_session_of_ones_own_needs(preset: str, tmp_path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 127), nn.Tanh(), nn.Linear(127, 96)).eval()
     x = torch.randn(2, 5, 64)
-    sim = QuantizationSimModel(model, x, preset=preset)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x, preset=preset), [x])
     exported = sim.export(tmp_path, "net", x, target="openvino_cpu")
     (note,) = (note for note in exported.notes if "products of float activations" in note)
     hint, value = re.search(r'compile the file with {"(\w+)": "(\w+)"}', note).groups()  # type: ignore[union-attr]

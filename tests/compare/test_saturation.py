@@ -31,6 +31,7 @@ from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
 from tests.support import data
 from tests.support.deployed import first_output, quantized
+from tests.support.simulations import calibrated
 from tests.support.tasks import TASKS
 from tests.support.without_vnni import run_without_vnni
 
@@ -177,15 +178,13 @@ def test_an_odd_number_of_channels_is_paired_as_either_runtime_does() -> None:
         model[0].weight[:, 2] = 1.0
         model[0].weight[:, 0, :, 1:] = 1.0
     x = 0.9 + 0.1 * torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     sums = sim.saturation([x]).layers[0]
     assert sums.touched == 1.0, "2 of one position and 0 of the next are neighbours in ONNX Runtime"
     with torch.no_grad():
         model[0].weight.zero_()
         model[0].weight[:, :2, 0, 1] = 1.0  # an odd place in a row of 27, an even one in a row of 9 times 4
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     assert sim.saturation([x]).layers[0].touched == 1.0, "0 and 1 of the second position are neighbours in OpenVINO"
 
 
@@ -232,8 +231,7 @@ def test_channels_that_do_not_saturate_keep_their_bits(front_end: str, tmp_path:
         made[0].weight[4:].mul_(0.01)
         made[0].weight[4:, 0, 0, 0] = 0.5
     if front_end == "onnx":
-        sim = QuantizationSimModel(made, X)
-        sim.compute_encodings([X])
+        sim = calibrated(QuantizationSimModel(made, X), [X])
         sim.export(tmp_path, "net", X)
     source, batches = (made, [X]) if front_end == "torch" else (tmp_path / "net_float.onnx", [{"input": X.numpy()}])
     plain, repaired = (
@@ -285,8 +283,7 @@ def test_a_repaired_model_answers_on_such_a_cpu_as_it_was_simulated() -> None:
 
 def test_a_repair_exports_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often sums are counted: on networks of many branches an export takes longer than everything else."""
-    sim = QuantizationSimModel(net(), X)
-    sim.compute_encodings([X])
+    sim = calibrated(QuantizationSimModel(net(), X), [X])
     exports, export = [], torch.export.export
     monkeypatch.setattr(torch.export, "export", lambda *a, **k: exports.append(1) or export(*a, **k))
     repair = repair_saturation(sim, [X], lambda target: 0.0)
@@ -295,8 +292,7 @@ def test_a_repair_exports_the_model_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_both_front_ends_and_the_command_count_the_same(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(net(), X)
-    sim.compute_encodings([X])
+    sim = calibrated(QuantizationSimModel(net(), X), [X])
     sim.export(tmp_path, "net", X, unsigned_weights=False)
     other = OnnxSim(tmp_path / "net.onnx")
     one, two = sim.saturation([X]), other.saturation([{"input": X.numpy()}])
@@ -338,16 +334,14 @@ def test_an_accumulator_that_overflows_is_named() -> None:
     with torch.no_grad():
         model[0].weight.fill_(0.01)
     x = 0.98 + 0.02 * torch.rand(2, 80_000)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     report = sim.saturation([x])
     assert report.layers[0].faults == ("pairs saturate", "the int32 accumulator overflows")
     assert "the int32 accumulator can overflow, on every CPU: 0.weight" in report.to_text()
 
 
 def test_a_bias_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(net(), X)
-    sim.compute_encodings([X])
+    sim = calibrated(QuantizationSimModel(net(), X), [X])
     sim.export(tmp_path, "net", X, unsigned_weights=False)
     model = onnx.load(tmp_path / "net.onnx")
     scale = next(node.input[1] for node in model.graph.node if node.input[0] == "6.weight_q")
@@ -366,8 +360,7 @@ def test_a_bias_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_counted_is_an_error_or_a_note() -> None:
-    sim = QuantizationSimModel(net(), X, preset="w8a16")
-    sim.compute_encodings([X])
+    sim = calibrated(QuantizationSimModel(net(), X, preset="w8a16"), [X])
     (note,) = sim.saturation([X]).notes
     assert note.startswith("not counted, as not of 8-bit codes") and note.endswith(" and 1 more"), note
     with pytest.raises(ExportError, match="there is no batch to run"):
@@ -379,8 +372,7 @@ def test_what_cannot_be_counted_is_an_error_or_a_note() -> None:
 def test_export_says_how_fast_it_is_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).eval()
     x = torch.randn(1, 4)
-    sim = QuantizationSimModel(tiny, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(tiny, x), [x])
     assert sim.export(tmp_path, "quiet", x).speed is None
     exported = sim.export(tmp_path, "told", x, measure_speed=True)
     assert exported.speed is not None and exported.speed.median > 0

@@ -29,6 +29,7 @@ from bitwright.export.litert.flat import FlatModel, Grid
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import session_of
 from bitwright.runtimes.onnxruntime import new_session, session_options
+from tests.support.simulations import calibrated
 from tests.support.without_vnni import lacks_vnni
 
 
@@ -106,8 +107,7 @@ class Scalar(nn.Module):
 def test_a_scalar_in_a_litert_file() -> None:
     pytest.importorskip("ai_edge_litert")
     torch.manual_seed(0)
-    sim = bitwright.torch.QuantizationSimModel(Scalar().eval(), torch.from_numpy(X))
-    sim.compute_encodings([torch.from_numpy(X)])
+    sim = calibrated(bitwright.torch.QuantizationSimModel(Scalar().eval(), torch.from_numpy(X)), [torch.from_numpy(X)])
     (found,) = sim.runs_as("litert_reference").run(None, {"x": X})
     with torch.no_grad():
         error = np.abs(found - sim.model(torch.from_numpy(X)).numpy()).max()
@@ -129,8 +129,7 @@ def test_steps_of_an_lstm_are_those_of_onnx_runtime(tmp_path: Path) -> None:
     """The bodies of Scan are divided like the model: the product of gate and state is an integer kernel, once per step."""
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.LSTM(6, 8, batch_first=True, bidirectional=True)).eval(), 2 * torch.randn(4, 12, 6)
-    sim = bitwright.torch.QuantizationSimModel(net, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(bitwright.torch.QuantizationSimModel(net, x), [x])
     path = sim.export(tmp_path, "net", x).qdq
     session, seen, feeds = open_target(path, "ort_x64"), list[str](), {"input": x.numpy()}
     found = session.run(None, feeds, lambda name, codes: seen.append(name))
@@ -214,10 +213,8 @@ def test_data_of_another_length_is_refused_with_both(tmp_path: Path) -> None:
 def test_simulations_of_both_front_ends_run_as_a_target(exported: dict[str, Path], profile: str) -> None:
     pytest.importorskip("ai_edge_litert")
     torch.manual_seed(0)
-    sim = bitwright.torch.QuantizationSimModel(Net().eval(), torch.from_numpy(X[:2]))
-    sim.compute_encodings([torch.from_numpy(X)])
-    other = OnnxSim(exported["ort_cpu"] / "net_float.onnx")
-    other.compute_encodings([X])
+    sim = calibrated(bitwright.torch.QuantizationSimModel(Net().eval(), torch.from_numpy(X[:2])), [torch.from_numpy(X)])
+    other = calibrated(OnnxSim(exported["ort_cpu"] / "net_float.onnx"), [X])
     assert sim.runs_as(profile).run(["output"], {"x": X})[0].shape == (6, 5)
     assert other.runs_as(profile).run(["output"], {"x": X})[0].shape == (6, 5)
 

@@ -15,6 +15,7 @@ from bitwright.compression.training import MovementScores
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import load_model
 from bitwright.torch import QuantizationSimModel, apply_gptq, keep_masks
+from tests.support.simulations import calibrated
 
 RNG = np.random.default_rng(0)
 
@@ -127,16 +128,14 @@ def test_zeros_are_in_the_export_of_a_model_that_was_just_trained(net, tmp_path)
     keep_masks(model, report.masks)
     with torch.no_grad():
         model.fc.weight.add_(0.1)  # the step of an optimizer
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     assert ((sim.model.fc.weight == 0).float().mean() - 0.5).abs() < 0.01
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
 def test_rounding_and_zeros_are_chosen_in_one_pass(net, pattern):
     model, x = net
-    sim = QuantizationSimModel(copy.deepcopy(model), x, preset="w8a8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(copy.deepcopy(model), x, preset="w8a8"), [x])
     report = apply_gptq(sim, [x], sparsity=0.5, pattern=pattern, progress=False)
     weight = sim.model.conv.weight.detach().numpy()
     assert abs((weight == 0).mean() - 0.5) < 0.03

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 
 class Adapted(nn.Module):
@@ -92,8 +93,7 @@ def test_narrow_layers_that_stand_beside_nothing_are_quantized(rank: int) -> Non
 def test_adapters_are_switched_and_taken_off_and_train_alone() -> None:
     torch.manual_seed(0)
     model, x = Adapted(24, 1).eval(), torch.randn(16, 32)
-    sim = QuantizationSimModel(model, x, preset="w4")
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, x, preset="w4"))
     with torch.no_grad():
         with_first, base = sim.model(x), sim.model.base(x)
         sim.model.scale, kept = 0.0, sim.model.scale

@@ -29,6 +29,7 @@ from bitwright.errors import ConfigError, ModelError
 from tests.aimet.onnx_nets import feeds, folded
 from tests.conformance.test_ptq import exported, run
 from tests.methods.transformer import Decoder, tokens
+from tests.support.simulations import calibrated
 
 X = torch.rand(96, 3, 10, 10, generator=torch.Generator().manual_seed(0)) * 4 - 1
 
@@ -192,8 +193,7 @@ def test_named_sets_of_an_onnx_model_are_equalized_and_no_others():
 
 
 def quantized(model: nn.Module) -> torch.Tensor:
-    sim = bt.QuantizationSimModel(model, X[:2], default_param_bw=4)
-    sim.compute_encodings(X.split(32), progress=False)
+    sim = calibrated(bt.QuantizationSimModel(model, X[:2], default_param_bw=4), X.split(32))
     return sim.model(X).detach()
 
 
@@ -250,8 +250,7 @@ def test_spinquant_rotates_what_is_asked_for(r1, r2, decoder):
 
 def prepared(module: nn.Module) -> tuple[bt.QuantizationSimModel, list[torch.Tensor]]:
     bt.fold_all_batch_norms(module, dummy_input=X[:2])
-    sim = bt.QuantizationSimModel(module, X[:2], preset="w4a8")
-    sim.compute_encodings(X.split(32), progress=False)
+    sim = calibrated(bt.QuantizationSimModel(module, X[:2], preset="w4a8"), X.split(32))
     return sim, list(X.split(32))
 
 

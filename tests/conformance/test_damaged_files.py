@@ -45,6 +45,7 @@ from bitwright.onnx.model.data import InputSpec
 from bitwright.recipes.recipe import Step, load_recipe
 from bitwright.torch import QuantizationSimModel
 from tests.support.damage import as_json, damaged_bytes, damaged_document, damaged_message
+from tests.support.simulations import calibrated
 
 _LONGEST = 13_000  # characters of a message: three parts of 4,000 and what joins them
 
@@ -314,9 +315,7 @@ BATCH = torch.linspace(-1, 1, 32).reshape(2, 1, 4, 4)
 
 
 def simulation() -> QuantizationSimModel:
-    sim = QuantizationSimModel(network(), BATCH)
-    sim.compute_encodings([BATCH], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(network(), BATCH), [BATCH])
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from bitwright.precision.measure import Noise
 from bitwright.recipes.widen import widen
 from bitwright.torch.program import TorchSimulation
 from tests.conformance.test_ptq import exported
+from tests.support.simulations import calibrated
 
 CLASSES = 3
 
@@ -70,11 +71,9 @@ def made(head: str) -> tuple[Detector, Tensor]:
 
 def simulated(front: str, model: nn.Module, x: Tensor, **options: Any) -> tuple[Any, np.ndarray]:
     if front == "torch":
-        sim: Any = bt.QuantizationSimModel(model, x, **options)
-        sim.compute_encodings([x], progress=False)
+        sim: Any = calibrated(bt.QuantizationSimModel(model, x, **options), [x])
         return sim, sim.model(x).detach().numpy()
-    sim = bo.QuantizationSimModel(exported(model, x), x.numpy(), **options)
-    sim.compute_encodings([x.numpy()], progress=False)
+    sim = calibrated(bo.QuantizationSimModel(exported(model, x), x.numpy(), **options), [x.numpy()])
     return sim, sim.run(x.numpy())[0]
 
 
@@ -269,8 +268,7 @@ class Trained(nn.Module):
 def test_a_trainer_of_another_package_trains_averages_saves_and_loads_a_simulation() -> None:
     torch.manual_seed(0)
     model, x = Trained().eval(), torch.rand(4, 3, 32, 32)
-    sim = bt.QuantizationSimModel(model, x, preset="w4a8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(model, x, preset="w4a8"), [x])
     before = sim.model(x).detach()
     average, optimizer = copy.deepcopy(sim.model).eval(), torch.optim.AdamW(sim.model.parameters(), 1e-2)
     labels = {"img": x, "box": torch.rand(4, 4), "cls": torch.arange(4) % CLASSES}
@@ -324,8 +322,7 @@ def test_a_detector_that_returns_losses_in_training_is_trained_and_finds_boxes_a
     torch.manual_seed(0)
     model, images = Listed().eval(), list(torch.rand(4, 3, 32, 32))
     targets = [{"boxes": torch.rand(4), "labels": torch.tensor(i % CLASSES)} for i in range(4)]
-    sim = bt.QuantizationSimModel(model, (images,), preset="w4a8")
-    sim.compute_encodings([(images,)], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(model, (images,), preset="w4a8"), [(images,)])
     before, optimizer = sim.model(images), torch.optim.AdamW(sim.model.parameters(), 1e-2)
     sums = []
     for _ in range(8):

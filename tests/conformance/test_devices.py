@@ -21,6 +21,7 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
 from bitwright.torch.quantizers.fake_quantize import fake_quantize, is_fast, make_grid
+from tests.support.simulations import calibrated
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +46,7 @@ def simulated(device: str, **options: Any) -> tuple[QuantizationSimModel, list[T
     model = Net().eval()
     batches = [torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     model, batches = model.to(device), [batch.to(device) for batch in batches]
-    sim = QuantizationSimModel(model, batches[0], **options)
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches[0], **options), batches)
     return sim, batches
 
 
@@ -187,8 +187,7 @@ def test_onnx_models_are_simulated_by_the_provider(provider):
     )
     found = []
     for providers in (None, [provider]):
-        sim = OnnxSim(model, {"x": x}, providers=providers, threads=1)
-        sim.compute_encodings([{"x": x}], progress=False)
+        sim = calibrated(OnnxSim(model, {"x": x}, providers=providers, threads=1), [{"x": x}])
         found.append(sim.run({"x": x})[0])
     step = sim.quantizers["b.output[0]"].encoding.scale
     np.testing.assert_allclose(found[1], found[0], atol=1.01 * float(step))

@@ -24,6 +24,7 @@ from bitwright.core.numerics.spec import PRESETS, QuantSpec, dynamic_spec
 from bitwright.errors import ConfigError
 from tests.methods.transformer import with_outliers
 from tests.support import data
+from tests.support.simulations import calibrated
 
 Array = NDArray[Any]
 H = onnx.helper
@@ -171,8 +172,7 @@ def test_kernels_in_integers_compute_what_is_simulated(preset: str, tmp_path: Pa
     with torch.no_grad():
         net[0].weight.sign_().mul_(0.1)  # all codes are 127 or -127
     x = X.abs() if preset.endswith("tensor") else X
-    sim = bt.QuantizationSimModel(net, x, preset=preset)
-    sim.compute_encodings()
+    sim = calibrated(bt.QuantizationSimModel(net, x, preset=preset))
     sim.export(tmp_path, "net", x, weight_only="fused")
     types = [node.op_type for node in onnx.load(tmp_path / "net.onnx").graph.node]
     assert types.count(KERNELS[preset]) == 3 and ("DynamicQuantizeLinear" in types) == preset.endswith("tensor")
@@ -223,8 +223,7 @@ def test_both_front_ends_simulate_export_and_verify(preset: str, tmp_path: Path)
     torch.onnx.export(
         Net().eval(), (X,), str(float_path), dynamo=False, input_names=["x"], output_names=["y"], opset_version=18
     )
-    other = bo.QuantizationSimModel(str(float_path), preset=preset)
-    other.compute_encodings()
+    other = calibrated(bo.QuantizationSimModel(str(float_path), preset=preset))
     np.testing.assert_allclose(other.session.run(None, {"x": X.numpy()})[0], y, rtol=2e-3, atol=2e-3)
     assert np.isfinite(token).all() and plain.needs_data is False
 
@@ -235,8 +234,7 @@ def test_channels_of_outliers_cost_a_language_model_little_per_token(shared_data
     model = with_outliers(data.trained("stories260k"), stories[:1, :-1])
     found = {}
     for preset in ("w8a8_dynamic", "w8a8_dynamic_tensor"):
-        sim = bt.QuantizationSimModel(model, stories[:1, :-1], preset=preset)
-        sim.compute_encodings(progress=False)
+        sim = calibrated(bt.QuantizationSimModel(model, stories[:1, :-1], preset=preset))
         found[preset] = data.perplexity(sim.model, stories) / data.perplexity(model, stories)
     assert 1 < found["w8a8_dynamic"] < min(1.029, found["w8a8_dynamic_tensor"])
 
@@ -246,8 +244,7 @@ def test_a_rule_asks_for_it() -> None:
         "preset": "w8",
         "rules": [{"match": "up", "input": {"format": "int8", "dynamic": True, "granularity": {"per_token": 32}}}],
     }
-    sim = bt.QuantizationSimModel(Net(), X, config_file=rules)
-    sim.compute_encodings()
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, config_file=rules))
     assert sim.quantizers["up.input[0]"].spec == dynamic_spec("int8", PerToken(32))
     assert "down.input[0]" not in sim.quantizers
     rules = {
@@ -261,16 +258,14 @@ def test_a_rule_asks_for_it() -> None:
 
 
 def test_gradients_pass_straight_through() -> None:
-    sim = bt.QuantizationSimModel(Net(), X, preset="w8a8_dynamic")
-    sim.compute_encodings()
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, preset="w8a8_dynamic"))
     x = X.clone().requires_grad_()
     sim.model(x).sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0 and torch.isfinite(x.grad).all()
 
 
 def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
-    sim = bt.QuantizationSimModel(Net(), X, preset="q8_0")
-    sim.compute_encodings()
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, preset="q8_0"))
     sim.save_checkpoint(tmp_path / "kept")
     fresh = bt.QuantizationSimModel(Net(), X, preset="q8_0")
     fresh.load_checkpoint(tmp_path / "kept")

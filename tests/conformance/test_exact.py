@@ -24,6 +24,7 @@ from bitwright.core.placement.rules import BOUNDARY_ONLY, Rule, default_rules
 from bitwright.core.simulation.float_model import sqnr
 from tests.conformance.test_ptq import exported
 from tests.core.graphs import Build
+from tests.support.simulations import calibrated
 
 
 class ConstantQ(nn.Module):
@@ -245,11 +246,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
 
 def simulated(front: str, model: nn.Module, x: Tensor, **options: Any) -> tuple[Any, np.ndarray]:
     if front == "torch":
-        sim: Any = bt.QuantizationSimModel(model, x, **options)
-        sim.compute_encodings([x], progress=False)
+        sim: Any = calibrated(bt.QuantizationSimModel(model, x, **options), [x])
         return sim, sim.model(x).detach().numpy()
-    sim = bo.QuantizationSimModel(exported(model, x), x.numpy(), **options)
-    sim.compute_encodings([x.numpy()], progress=False)
+    sim = calibrated(bo.QuantizationSimModel(exported(model, x), x.numpy(), **options), [x.numpy()])
     return sim, sim.run(x.numpy())[0]
 
 
@@ -462,12 +461,10 @@ def test_a_second_stage_reads_where_the_first_one_found(front: str) -> None:
     model, x = Sampling().eval(), torch.rand(4, 3, 128, 128)
     wanted = model(x).detach().numpy()
     if front == "torch":
-        sim: Any = bt.QuantizationSimModel(model, x)
-        sim.compute_encodings([x], progress=False)
+        sim: Any = calibrated(bt.QuantizationSimModel(model, x), [x])
         found = sim.model(x).detach().numpy()
     else:
-        sim = bo.QuantizationSimModel(exported(model, x, dynamo=True), x.numpy())
-        sim.compute_encodings([x.numpy()], progress=False)
+        sim = calibrated(bo.QuantizationSimModel(exported(model, x, dynamo=True), x.numpy()), [x.numpy()])
         found = sim.run(x.numpy())[0]
     assert sqnr(wanted, found) > 30  # 8-bit positions: a step of 2.5 pixels
 
@@ -590,8 +587,7 @@ def test_states_that_are_carried_from_run_to_run_do_not_drift(
             y, state = model(x, state)
             wanted.append(y.numpy())
     if front == "torch":
-        sim: Any = bt.QuantizationSimModel(model, batches[9], config_file=rules)
-        sim.compute_encodings(batches[::4], progress=False)
+        sim: Any = calibrated(bt.QuantizationSimModel(model, batches[9], config_file=rules), batches[::4])
         step = sim.model
     else:
         names = ["x", "state"]

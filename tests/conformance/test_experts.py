@@ -23,6 +23,7 @@ from bitwright.torch import QuantizationSimModel, TorchView, quantize
 from bitwright.torch import apply_reconstruction as apply_reconstruction_torch
 from bitwright.torch.program import TorchSimulation
 from tests.support.sessions import integer_session
+from tests.support.simulations import calibrated
 
 EXPERTS, WIDTH, HIDDEN = 4, 8, 16
 
@@ -79,8 +80,7 @@ def correlated(seed: int) -> Tensor:
 @pytest.mark.parametrize("how", ["grouped", "picked", "looped"])
 def test_every_expert_has_scales_of_its_own(how: str) -> None:
     model = Experts(how).eval()
-    sim = QuantizationSimModel(model, batch(0), preset="w8a16")
-    sim.compute_encodings([batch(seed) for seed in range(3, 30)], progress=False)
+    sim = calibrated(QuantizationSimModel(model, batch(0), preset="w8a16"), [batch(seed) for seed in range(3, 30)])
     weights = {id(s.quantizer): s for s in sim.quantizers.values() if s.role == "weight"}.values()
     shapes = sorted(s.encoding.scale.shape for s in weights if len(s.encoding.scale.shape) == 3)
     channels = sorted([(EXPERTS, 1, HIDDEN), (EXPERTS, 1, WIDTH)])
@@ -103,8 +103,7 @@ def test_a_weight_picked_by_a_computed_index_is_quantized_whole() -> None:
             return x @ self.table[(x[:, 0] > 0).long().max()].unsqueeze(-1)
 
     x = torch.tensor([[-1.0, 2.0]])
-    sim = QuantizationSimModel(Pick(), x, preset="w8a16")
-    sim.compute_encodings([x, -x], progress=False)
+    sim = calibrated(QuantizationSimModel(Pick(), x, preset="w8a16"), [x, -x])
     with torch.no_grad():
         assert sqnr(Pick()(-x).numpy(), sim.model(-x).numpy()) > 35
     assert sim.quantizers["table"].encoding.scale.shape == (2,)
@@ -125,8 +124,7 @@ def test_grouped_products_are_exported_with_a_scale_per_expert_and_column(tmp_pa
 
 
 def test_a_grouped_product_is_recorded_quantized_and_trained() -> None:
-    sim = QuantizationSimModel(Experts("grouped"), batch(0))
-    sim.compute_encodings([batch(0)], progress=False)
+    sim = calibrated(QuantizationSimModel(Experts("grouped"), batch(0)), [batch(0)])
     assert {op.type for op in sim.graph.ops} >= {"GroupedMatMul"}
     sim.model.train()
     sim.model(batch(1)).square().sum().backward()
@@ -221,8 +219,7 @@ def test_a_weight_of_which_two_operators_read_parts_is_left() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(F.linear(x, self.both[:32]).relu(), self.both[32:])
 
-    sim = QuantizationSimModel(Halves(), correlated(0), preset="w4")
-    sim.compute_encodings([correlated(1)], progress=False)
+    sim = calibrated(QuantizationSimModel(Halves(), correlated(0), preset="w4"), [correlated(1)])
     found, skipped = find_layers(TorchSimulation(sim))
     assert not found and all("its parameter both is also read by" in why for why in skipped.values())
 
@@ -237,8 +234,7 @@ def test_a_transposed_parameter_is_rounded_by_gptq() -> None:
             return F.linear(x, self.table.t())
 
     model, data = Turned(), [correlated(seed) for seed in range(1, 9)]
-    sim = QuantizationSimModel(model, correlated(0), preset="w4")
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(model, correlated(0), preset="w4"), data)
     x, wanted = correlated(20), model(correlated(20)).detach().numpy()
     before = sqnr(wanted, sim.model(x).detach().numpy())
     (row,) = apply_gptq(sim, data, progress=False)
@@ -268,8 +264,7 @@ class BiasedByAdd(nn.Module):
 def test_what_is_added_to_products_of_any_length_is_no_stack_of_matrices():
     torch.manual_seed(0)
     q, k = torch.randn(4, 3, 8), torch.randn(4, 12, 8)
-    sim = QuantizationSimModel(Biased(), (q, k))
-    sim.compute_encodings([(q, k)], progress=False)
+    sim = calibrated(QuantizationSimModel(Biased(), (q, k)), [(q, k)])
     for length in (10, 11, 12):
         assert sqnr(Biased()(q, k[:, :length]).numpy(), sim.model(q, k[:, :length]).numpy()) > 25
 
@@ -378,8 +373,7 @@ def batches(shape: tuple[int, ...], count: int) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("preset, blocks", [("w4g32", 2), ("w4", 1)])
 def test_matrices_of_a_stack_do_not_share_scales(preset: str, blocks: int) -> None:
-    sim = OnnxSim(product((4, 16, 64), (4, 64, 24)), preset=preset)
-    sim.compute_encodings(batches((4, 16, 64), 2))
+    sim = calibrated(OnnxSim(product((4, 16, 64), (4, 64, 24)), preset=preset), batches((4, 16, 64), 2))
     assert sim.quantizers["w"].encoding.scale.shape == (4, blocks, 24)
 
 
@@ -391,8 +385,7 @@ def test_matrices_of_a_stack_do_not_share_scales(preset: str, blocks: int) -> No
 def test_methods_of_rounding_treat_stacks(x: tuple[int, ...], w: tuple[int, ...]) -> None:
     data = batches(x, 8)
     for method, options in ((apply_gptq, {}), (apply_reconstruction, {"iterations": 50})):
-        sim = OnnxSim(product(x, w), preset="w4g32")
-        sim.compute_encodings(data)
+        sim = calibrated(OnnxSim(product(x, w), preset="w4g32"), data)
         (row,) = method(sim, data, **options)
         assert row.after < 0.75 * row.before
 
@@ -423,8 +416,7 @@ def test_experts_that_no_token_reaches_keep_nearest_rounding_and_are_counted(met
     model = Experts("grouped", 32, 64).eval()
     with torch.no_grad():
         model.gate.bias[:2] = 50.0  # the first two take every token
-    sim = QuantizationSimModel(model, correlated(0), preset="w4g32")
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, correlated(0), preset="w4g32"))
     nearest = {s.name: s.quantizer(sim._interceptor.named_tensor(p).detach()) for s in sim.quantizers.values()
                if s.role == "weight" and (p := sim.graph.values[s.value].param)}  # fmt: skip
     report = apply_reconstruction_torch(sim, [correlated(seed) for seed in range(3)], method, progress=False)
@@ -469,8 +461,7 @@ def text(seed: int, tokens: int = 32) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_of_language_models_are_rounded_with_statistics_of_their_own(name: str) -> None:
     model = language_model(name)
-    sim = QuantizationSimModel(model, text(0), preset="w4g32")
-    sim.compute_encodings(progress=False)
+    sim = calibrated(QuantizationSimModel(model, text(0), preset="w4g32"))
 
     def decibels() -> float:
         with torch.no_grad():
@@ -490,8 +481,7 @@ def test_experts_of_language_models_are_rounded_with_statistics_of_their_own(nam
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_of_language_models_that_no_token_reaches_are_counted(name: str) -> None:
-    sim = QuantizationSimModel(language_model(name), text(0), preset="w4g32")
-    sim.compute_encodings(progress=False)
+    sim = calibrated(QuantizationSimModel(language_model(name), text(0), preset="w4g32"))
     few = text(1, 1)
     report = apply_gptq(sim, [{**few, "input_ids": few["input_ids"][:1]}], progress=False)  # one token, two experts
     notes = {row.note for row in report if "experts.grouped_mm" in row.layer}

@@ -17,6 +17,7 @@ from bitwright import Preset
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.placement.kv_cache import KvCache, parse_kv_cache
 from bitwright.errors import ConfigError, ExportError
+from tests.support.simulations import calibrated
 
 FLOAT = Preset(None, None)
 X = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
@@ -67,8 +68,7 @@ def quantized(x: torch.Tensor, sim: Any, site: str) -> torch.Tensor:
     ids=["int8", "int4", "fp8", "others"],
 )
 def test_what_attention_reads_is_on_the_grids_of_the_cache(fused: bool, kv_cache: dict[str, Any]) -> None:
-    sim = bt.QuantizationSimModel(Attention(fused), X, preset=FLOAT, kv_cache=kv_cache)
-    sim.compute_encodings([X])
+    sim = calibrated(bt.QuantizationSimModel(Attention(fused), X, preset=FLOAT, kv_cache=kv_cache), [X])
     key, value = sim.quantizers
     assert key.endswith("matmul.input[1]") and value.endswith("matmul_1.input[1]")
     net = Attention(False)
@@ -118,8 +118,7 @@ def test_bytes_of_a_token_count_repeated_heads_once() -> None:
     ids=["int8", "fp8 calibrated", "fp8 at run time"],
 )
 def test_both_front_ends_and_the_export_agree(kv_cache: dict[str, Any], tmp_path: Path) -> None:
-    sim = bt.QuantizationSimModel(Attention(False), X, preset="w8", kv_cache=kv_cache)
-    sim.compute_encodings([X])
+    sim = calibrated(bt.QuantizationSimModel(Attention(False), X, preset="w8", kv_cache=kv_cache), [X])
     with torch.no_grad():
         y = sim.model(X).numpy()
     sim.export(tmp_path, "net", X)

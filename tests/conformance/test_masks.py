@@ -19,6 +19,7 @@ from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, check_model
 from tests.onnx.nets import run
+from tests.support.simulations import calibrated
 
 B, T, D, H = 3, 6, 16, 2
 INF, LEAST = math.inf, torch.finfo(torch.float32).min
@@ -154,8 +155,7 @@ def test_accuracy_holds_and_nothing_leaks(how: How) -> None:
     torch.manual_seed(0)
     model = Attention(how).eval()
     assert check_model(model, data(1)).ok
-    sim = QuantizationSimModel(model, data(0)[0])
-    sim.compute_encodings(data(1, 4))
+    sim = calibrated(QuantizationSimModel(model, data(0)[0]), data(1, 4))
     x, keep = data(9)[0]
     with torch.no_grad():
         expected, found = model(x, keep), sim.model(x, keep)
@@ -268,8 +268,7 @@ def test_a_language_model_on_padded_batches(shared_data: Any) -> None:
     batches = [padded(rows)[:2] for rows in stories("calib").split(8)]
     report = check_model(model, batches[:1])
     assert report.ok, report.text()
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0]), batches)
     lows = {n: float(s.encoding.min.min()) for n, s in sim.quantizers.items() if s.enabled and s.encoding is not None}
     assert min(lows.values()) > -1000, "a mask entered a range"
     assert perplexity(sim.model) < 1.08 * perplexity(model)
@@ -302,8 +301,7 @@ def test_a_mask_that_the_example_did_not_have_is_no_gap(how: str, caplog: pytest
     keep[1, 3:] = False
     found = []
     for example in ((x,), (x, keep)):
-        sim = QuantizationSimModel(model, example)
-        sim.compute_encodings([(x,), (x, keep)], progress=False)
+        sim = calibrated(QuantizationSimModel(model, example), [(x,), (x, keep)])
         with torch.no_grad():
             found.append(sim.model(x, keep))
         unrecorded = sim.coverage().unseen
@@ -312,8 +310,7 @@ def test_a_mask_that_the_example_did_not_have_is_no_gap(how: str, caplog: pytest
     assert torch.equal(*found)
     assert "did not happen on the example input" not in caplog.text
     if how == "added":  # what is added is not a mask: a real gap, though the same place added one before
-        sim = QuantizationSimModel(model, x)
-        sim.compute_encodings([(x, keep)], progress=False)
+        sim = calibrated(QuantizationSimModel(model, x), [(x, keep)])
         sim.model(x, None, torch.randn(T, T))
         assert "add: this call did not happen on the example input" in caplog.text
 
@@ -357,8 +354,7 @@ def feeds(seed, low):
 def test_accuracy_holds(mask, weights, low):
     data = [feeds(seed, low) for seed in range(8)]
     model = attention(mask, weights)
-    sim = OnnxSim(model, data[0])
-    sim.compute_encodings(data)
+    sim = calibrated(OnnxSim(model, data[0]), data)
     (expected,), found = run(model, data[3]), sim.run(data[3])[0]
     noise = float(np.square(expected - found).sum() / np.square(expected).sum())
     assert noise < 1e-3, f"{-10 * np.log10(noise):.1f} dB"
@@ -392,8 +388,7 @@ def test_a_running_maximum_that_begins_at_a_large_negative_number_has_no_grid(fr
         [torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(i)) * 2 for i in range(3)],
     )
     if front_end == "torch":
-        sim: Any = QuantizationSimModel(net, data[0])
-        sim.compute_encodings(data, progress=False)
+        sim: Any = calibrated(QuantizationSimModel(net, data[0]), data)
         found = sim.model(data[0]).detach().numpy()
     else:
         file = io.BytesIO()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 CHANNELS = 16
 
@@ -84,8 +85,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def decibels(norm: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, QuantizationSimModel]:
     """Signal to noise at the tokens that are no padding."""
     model = Net(norm).eval()
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches[0]), batches)
     keep = batches[0][1][..., 0].bool()
     with torch.no_grad():
         want, got = model(*batches[0])[keep], sim.model(*batches[0])[keep]
@@ -122,8 +122,7 @@ def test_the_file_of_a_written_norm_agrees_with_its_simulation(tmp_path, batches
 def test_a_norm_of_padded_rows_verifies_where_its_output_has_sixteen_bits(tmp_path, batches):
     """The root of a row of zeros is a thousand times those of others, and codes are a 65,536th of the range."""
     model = Net(Written(RMS["rsqrt"])).eval()
-    sim = QuantizationSimModel(model, batches[0], preset="w8a16")
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset="w8a16"), batches)
     sim.export(tmp_path, "net", batches[0])
     assert (report := sim.verify(batches[0])).ok, report.to_text()
 
@@ -203,8 +202,7 @@ def onnx_batches() -> list[dict[str, np.ndarray]]:
 
 def onnx_decibels(norm: Sequence[Node], data: list[dict[str, np.ndarray]]) -> tuple[float, OnnxSim]:
     model = network(norm)
-    sim = OnnxSim(model)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(OnnxSim(model), data)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     want = np.asarray(session.run(None, data[0])[0])
     keep = data[0]["x"].any(1)

@@ -38,6 +38,7 @@ from tests.conformance.exported import NOT_EXPORTED, NOT_LOADED, NOT_RUN, PLANNE
 from tests.onnx.nets import run
 from tests.support import data
 from tests.support.cases import Call
+from tests.support.simulations import calibrated
 from tests.support.zoo import ZOO, Case
 
 #: parameters that one of the two has no weight for
@@ -218,8 +219,7 @@ def test_a_fixed_range_that_the_data_contradict_is_observed(length, scheme, tmp_
 def test_a_range_of_another_calibration_is_decided_anew():
     torch.manual_seed(0)
     model, even = Flat(300).eval(), [torch.randn(1, 300, 8)]
-    sim = TorchSim(model, even[0])
-    sim.compute_encodings(even, progress=False)
+    sim = calibrated(TorchSim(model, even[0]), even)
     (softmax,) = [q for q in sim.quantizers.unique() if q.name.startswith("softmax")]
     assert softmax.range_note and softmax.spec.fixed_range == (0.0, 1.0)
     softmax.refine(16, "asked for")
@@ -227,8 +227,7 @@ def test_a_range_of_another_calibration_is_decided_anew():
     sim.quantizers[softmax.name].spec = None
     assert sim.coverage().find(sim.quantizers[softmax.name].value).status == "float"
     peaked = [x * 60 for x in even]
-    sim = TorchSim(model, peaked[0])
-    sim.compute_encodings(even, progress=False)
+    sim = calibrated(TorchSim(model, peaked[0]), even)
     sim.compute_encodings(peaked, progress=False)
     (softmax,) = [q for q in sim.quantizers.unique() if q.name.startswith("softmax")]
     assert not softmax.range_note and float(softmax.encoding.scale) == np.float32(1 / 255)
@@ -238,8 +237,7 @@ def test_a_range_of_a_rule_stays_and_is_warned_of(caplog):
     torch.manual_seed(0)
     model, data = Flat(600).eval(), [torch.randn(1, 600, 8)]
     rules = {"preset": "w8a8", "rules": [{"op": "Softmax", "output": {"fixed_range": [0.0, 1.0]}}]}
-    sim = TorchSim(model, data[0], config_file=rules)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(TorchSim(model, data[0], config_file=rules), data)
     (softmax,) = [q for q in sim.quantizers.unique() if q.name.startswith("softmax")]
     assert softmax.poor_range and float(softmax.encoding.max) == pytest.approx(1.0)
     assert "codes of the fixed range 0 to 1, which a rule gives" in caplog.text
@@ -250,8 +248,7 @@ def test_a_range_that_kernels_of_the_target_need_leaves_the_values_in_float():
 
     torch.manual_seed(0)
     model, data = Flat(600).eval(), [torch.randn(1, 600, 8)]
-    sim = TorchSim(model, data[0], config_file=rules_for("litert", None))
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(TorchSim(model, data[0], config_file=rules_for("litert", None)), data)
     row = next(row for row in sim.coverage() if row.op_type == "Softmax")
     assert row.status == "float" and "the only one that kernels of the target compute" in row.how
 
@@ -371,11 +368,9 @@ def test_trained_models_are_as_accurate_in_both(shared_data: Path, tmp_path: Pat
 
     loaded = load_model(export(model, tmp_path / "model.onnx", calibration[0]))
     fold_onnx(loaded, calibration[0].numpy())
-    ours = OnnxSim(loaded.model, calibration[0].numpy(), threads=1)
-    ours.compute_encodings([x.numpy() for x in calibration], progress=False)
+    ours = calibrated(OnnxSim(loaded.model, calibration[0].numpy(), threads=1), [x.numpy() for x in calibration])
     fold_torch(model, dummy_input=calibration[0])
-    theirs = TorchSim(model, calibration[0])
-    theirs.compute_encodings(calibration, progress=False)
+    theirs = calibrated(TorchSim(model, calibration[0]), calibration)
 
     found = data.accuracy(lambda x: [torch.from_numpy(y) for y in ours.run(x.numpy())], test)
     expected = data.accuracy(theirs.model, test)

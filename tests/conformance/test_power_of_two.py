@@ -10,6 +10,7 @@ from torch import nn
 
 import bitwright.onnx as bo
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 X = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 PRESET = "w8a8_power_of_two"
@@ -25,8 +26,7 @@ def _is_power_of_two(scale: np.ndarray) -> bool:
 
 
 def test_every_scale_of_the_simulation_and_of_the_file_is_a_power_of_two(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(_network(), X[0], preset=PRESET)
-    sim.compute_encodings(X, progress=False)
+    sim = calibrated(QuantizationSimModel(_network(), X[0], preset=PRESET), X)
     encodings = [q.encoding for q in sim.quantizers.values() if q.encoding is not None]
     assert len(encodings) == 7  # two weights, three activations, two biases: products of powers of two
     assert all(_is_power_of_two(e.scale) and not np.any(e.zero_point) for e in encodings)
@@ -39,8 +39,7 @@ def test_every_scale_of_the_simulation_and_of_the_file_is_a_power_of_two(tmp_pat
 
 
 def test_a_calibrated_scale_is_at_most_two_times_the_smallest_that_clips_nothing() -> None:
-    sim = QuantizationSimModel(_network(), X[0], preset=PRESET)
-    sim.compute_encodings(X, progress=False)
+    sim = calibrated(QuantizationSimModel(_network(), X[0], preset=PRESET), X)
     encoding = sim.quantizers["0.input[0]"].encoding
     largest = max(float(x.abs().max()) for x in X)
     # the exponent is that of the largest value, as the MX specification has it: the largest code is 64 to 127
@@ -50,11 +49,9 @@ def test_a_calibrated_scale_is_at_most_two_times_the_smallest_that_clips_nothing
 def test_the_onnx_front_end_finds_the_same_scales(tmp_path: Path) -> None:
     path = tmp_path / "float.onnx"
     torch.onnx.export(_network(), (X[0],), path, dynamo=True, verbose=False)
-    sim = bo.QuantizationSimModel(onnx.load(path), preset=PRESET)
-    sim.compute_encodings([x.numpy() for x in X], progress=False)
+    sim = calibrated(bo.QuantizationSimModel(onnx.load(path), preset=PRESET), [x.numpy() for x in X])
     scales = [q.encoding.scale for q in sim.quantizers.values() if q.encoding is not None]
-    torch_sim = QuantizationSimModel(_network(), X[0], preset=PRESET)
-    torch_sim.compute_encodings(X, progress=False)
+    torch_sim = calibrated(QuantizationSimModel(_network(), X[0], preset=PRESET), X)
     expected = [q.encoding.scale for q in torch_sim.quantizers.values() if q.encoding is not None]
     as_lists = [sorted(np.ravel(s).tolist() for s in each) for each in (scales, expected)]
     assert as_lists[0] == as_lists[1]

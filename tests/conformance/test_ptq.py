@@ -24,6 +24,7 @@ from bitwright.onnx.opened import OnnxCorrectable
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.methods.transformer import Decoder, tokens
 from tests.support.data import Images, accuracy, perplexity, stories, trained
+from tests.support.simulations import calibrated
 
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
@@ -91,8 +92,7 @@ def test_equalization_finds_the_same_groups_and_factors():
     torch.testing.assert_close(run(other, X), before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model(X), before, rtol=1e-4, atol=1e-4)
     assert not {node.op_type for node in other.graph.node} & {"Clip", "BatchNormalization"}
-    sim = TorchSim(model, X[:2])
-    sim.compute_encodings(X.split(32))
+    sim = calibrated(TorchSim(model, X[:2]), X.split(32))
     for verified in (sim.verify(X[:4]), simulated(other, list(X.split(32))).verify(X[:4].numpy())):
         assert verified.ok, verified.to_text()
     read = {name for node in other.graph.node for name in node.input}
@@ -116,8 +116,7 @@ def test_bias_correction_measures_the_same():
     model = small()
     torch_ptq.equalize_model(model, dummy_input=X[:2])
     other = exported(model, X[:2])
-    sim = TorchSim(model, X[:2], default_param_bw=4)
-    sim.compute_encodings(X.split(32))
+    sim = calibrated(TorchSim(model, X[:2], default_param_bw=4), X.split(32))
     theirs = simulated(other, list(X.split(32)), default_param_bw=4)
     ours_report = torch_ptq.apply_bias_correction(sim, X.split(32))
     theirs_report = onnx_ptq.apply_bias_correction(theirs, [batch.numpy() for batch in X.split(32)])
@@ -155,8 +154,7 @@ def test_the_analytic_form_computes_the_same():
     other = exported(model, X[:2])
     ours = torch_ptq.fold_all_batch_norms(model, dummy_input=X[:2]).moments
     folds = onnx_ptq.fold_all_batch_norms(other, X[:2].numpy())
-    sim = TorchSim(model, X[:2], default_param_bw=4)
-    sim.compute_encodings([X])
+    sim = calibrated(TorchSim(model, X[:2], default_param_bw=4), [X])
     theirs = simulated(other, [X], default_param_bw=4)
     names = dict(zip(_layers(sim), _layers(theirs), strict=True))
     ignore = ["0"]
@@ -279,8 +277,7 @@ def equalized_and_corrected(name: str, calibration: Tensor, images: Images) -> t
     for equalize in (False, True):
         if equalize:
             torch_ptq.equalize_model(model, dummy_input=calibration[:2], folds=folds)
-        sim = TorchSim(model, calibration[:2], preset="w8a8_per_tensor")
-        sim.compute_encodings(batches)
+        sim = calibrated(TorchSim(model, calibration[:2], preset="w8a8_per_tensor"), batches)
         rows.append(accuracy(sim.model, images))
     torch_ptq.apply_bias_correction(sim, batches)
     return reference, *rows, accuracy(sim.model, images)  # type: ignore[return-value]
@@ -323,8 +320,7 @@ def test_smoothing_and_rotation_help_the_language_model(shared_data):  # type: i
     batches = list(calib.split(8))
 
     def quantized(model: nn.Module) -> float:
-        sim = TorchSim(model, batches[0][:1])
-        sim.compute_encodings(batches)
+        sim = calibrated(TorchSim(model, batches[0][:1]), batches)
         return perplexity(sim.model, test) / perplexity(trained("stories260k"), test)
 
     model = trained("stories260k")

@@ -23,6 +23,7 @@ from bitwright.torch import QuantizationSimModel
 from tests.support import data
 from tests.support.data import Images, accuracy, perplexity, trained
 from tests.support.sessions import integer_session
+from tests.support.simulations import calibrated
 
 CALIBRATION, TEST = 200, 1000
 
@@ -85,8 +86,7 @@ def test_a_language_model(shared_data) -> None:  # type: ignore[no-untyped-def]
     calib, test = stories("calib"), stories("test")
     model = trained("stories260k")
     reference = perplexity(model, test[:32])
-    sim = QuantizationSimModel(model, calib[:1, :-1])
-    sim.compute_encodings([calib[i : i + 8, :-1] for i in range(0, 32, 8)])
+    sim = calibrated(QuantizationSimModel(model, calib[:1, :-1]), [calib[i : i + 8, :-1] for i in range(0, 32, 8)])
     assert perplexity(sim.model, test[:32]) < 1.08 * reference  # every activation in 8 bits; 1.05 here
 
 
@@ -120,8 +120,7 @@ class Three:
 def quantized(path: Path, batches: Sequence[Array], folder: Path) -> Three:
     loaded = load_model(path)
     fold_all_batch_norms(loaded, batches[0])
-    sim = OnnxSim(loaded.model, batches[0], threads=1)
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(OnnxSim(loaded.model, batches[0], threads=1), batches)
     exported = sim.export(folder, path.stem, samples=False)
     return Three(session(path), sim.session, session(exported.qdq), sim)
 

@@ -18,6 +18,7 @@ from bitwright.errors import ConfigError
 from bitwright.onnx.program import OnnxSimulation
 from tests.onnx.flow import branches, scan
 from tests.onnx.nets import Net
+from tests.support.simulations import calibrated
 
 OPTIONS = {
     "adaround": {"iterations": 200},
@@ -72,9 +73,7 @@ def both():
 
 
 def torch_sim(model: nn.Module):
-    sim = torch_front.QuantizationSimModel(model, data()[0], preset="w4a8")
-    sim.compute_encodings(data())
-    return sim
+    return calibrated(torch_front.QuantizationSimModel(model, data()[0], preset="w4a8"), data())
 
 
 def onnx_sim(proto: onnx.ModelProto):
@@ -173,8 +172,7 @@ def test_operators_without_a_torch_row_are_run_by_the_runtime(caplog):
     proto = with_runtime_operators()
     random = np.random.default_rng(0)
     feeds = [random.standard_normal((4, 3, 8, 8)).astype(np.float32) for _ in range(4)]
-    sim = onnx_front.QuantizationSimModel(proto, feeds[0], preset="w4a8")
-    sim.compute_encodings(feeds)
+    sim = calibrated(onnx_front.QuantizationSimModel(proto, feeds[0], preset="w4a8"), feeds)
     report = onnx_front.apply_reconstruction(sim, feeds, "brecq", blocks=[["first", "second"]], iterations=100)
     assert [row.layer for row in report] == ["first", "second"]  # there is no gradient through Resize: one by one
     assert report.rows[0].before != report.rows[1].before and report.gain < 1
@@ -201,8 +199,7 @@ def test_layers_around_sequences_of_tensors_are_treated(method, tmp_path):
     feeds = [random.standard_normal((8, 3, 8, 8)).astype(np.float32) for _ in range(4)]
     found = []
     for budget in (None, 1000) if method == "gptq" else (None,):
-        sim = onnx_front.QuantizationSimModel(with_sequences(), feeds[0], preset="w4a8")
-        sim.compute_encodings(feeds, progress=False)
+        sim = calibrated(onnx_front.QuantizationSimModel(with_sequences(), feeds[0], preset="w4a8"), feeds)
         options = {} if method == "gptq" else {"iterations": 60}
         report = onnx_front.apply_reconstruction(
             sim, feeds, method, memory_budget=budget, spill_dir=tmp_path, **options
@@ -254,8 +251,7 @@ def test_a_weight_that_a_node_computes_becomes_an_initializer_of_its_own(tmp_pat
     proto = net.model(net("Relu", x, name="act"))
     random = np.random.default_rng(0)
     feeds = [random.standard_normal((16, 8)).astype(np.float32) for _ in range(4)]
-    sim = onnx_front.QuantizationSimModel(proto, feeds[0], preset="w4a8")
-    sim.compute_encodings(feeds)
+    sim = calibrated(onnx_front.QuantizationSimModel(proto, feeds[0], preset="w4a8"), feeds)
     before = sim.run(feeds[0])[0]
     report = onnx_front.apply_gptq(sim, feeds)
     assert [row.layer for row in report] == ["layer"] and report.gain < 1
@@ -281,10 +277,8 @@ def test_a_recurrent_layer_reads_what_the_chosen_weights_of_the_one_before_make(
     torch.manual_seed(5)
     model, batches = TwoLayers().eval(), [torch.randn(9, 8, 6) for _ in range(4)]
     feeds = [x.numpy() for x in batches]
-    sim = torch_front.QuantizationSimModel(model, batches[0], preset="w4a16")
-    sim.compute_encodings(batches)
-    other = onnx_front.QuantizationSimModel(exported(model, batches[0]), feeds[0], preset="w4a16")
-    other.compute_encodings(feeds)
+    sim = calibrated(torch_front.QuantizationSimModel(model, batches[0], preset="w4a16"), batches)
+    other = calibrated(onnx_front.QuantizationSimModel(exported(model, batches[0]), feeds[0], preset="w4a16"), feeds)
     one = torch_front.apply_reconstruction(sim, batches, method, progress=False)
     two = onnx_front.apply_reconstruction(other, feeds, method, progress=False)
     assert len(one) == len(two) == 5

@@ -17,6 +17,7 @@ from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.support.recurrent_nets import run_model
+from tests.support.simulations import calibrated
 
 LENGTH, BATCH, INPUTS, HIDDEN = 9, 5, 6, 8
 LAYERS = {
@@ -52,9 +53,7 @@ def batches(count: int = 3) -> list[torch.Tensor]:
 def torch_sim(name: str) -> TorchSim:
     torch.manual_seed(1)
     model = Tagger({**LAYERS, **PROJECTED}[name]()).eval()
-    sim = TorchSim(model, batches()[0])
-    sim.compute_encodings(batches(), progress=False)
-    return sim
+    return calibrated(TorchSim(model, batches()[0]), batches())
 
 
 def layers(sim: TorchSim | OnnxSim) -> list[Op]:
@@ -70,8 +69,7 @@ def pair(request, tmp_path_factory) -> tuple[TorchSim, OnnxSim, Path, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     ours = torch_sim(request.param)
     files = ours.export(folder / "torch", "net", batches()[0])
-    theirs = OnnxSim(files.float_model, batches()[0].numpy(), threads=1)
-    theirs.compute_encodings([x.numpy() for x in batches()])
+    theirs = calibrated(OnnxSim(files.float_model, batches()[0].numpy(), threads=1), [x.numpy() for x in batches()])
     return ours, theirs, files.qdq, theirs.export(folder / "onnx", "net").qdq
 
 

@@ -15,6 +15,7 @@ import bitwright.torch as bt
 from bitwright.core.numerics.affine import is_sayable
 from bitwright.core.numerics.spec import PRESETS
 from bitwright.export.encodings.read import read_encodings
+from tests.support.simulations import calibrated
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 SCALED = [name for name, p in PRESETS.items() if p.weight and p.weight.scale_format.name != "float32"]
@@ -62,10 +63,8 @@ def onnx_net() -> onnx.ModelProto:
 
 @pytest.mark.parametrize("preset", SCALED)
 def test_both_front_ends_export_and_read_back(preset: str, onnx_net: onnx.ModelProto, tmp_path: Path) -> None:
-    sim = bt.QuantizationSimModel(Net(), X, preset=preset)
-    sim.compute_encodings([X], progress=False)
-    other = bo.QuantizationSimModel(onnx_net, preset=preset)
-    other.compute_encodings([{"x": X.numpy()}], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, preset=preset), [X])
+    other = calibrated(bo.QuantizationSimModel(onnx_net, preset=preset), [{"x": X.numpy()}])
     for name in ("up.weight", "down.weight"):
         one, two = sim.quantizers[name].encoding, other.quantizers[name].encoding
         assert one == two and is_sayable(one) and one.scale_format.name != "float32"
@@ -87,8 +86,7 @@ def test_both_front_ends_export_and_read_back(preset: str, onnx_net: onnx.ModelP
 
 @pytest.mark.parametrize("preset", SCALED)
 def test_a_checkpoint_keeps_the_format(preset: str, tmp_path: Path) -> None:
-    sim = bt.QuantizationSimModel(Net(), X, preset=preset)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, preset=preset), [X])
     sim.save_checkpoint(tmp_path / "kept")
     fresh = bt.QuantizationSimModel(Net(), X, preset=preset)
     fresh.load_checkpoint(tmp_path / "kept")
@@ -96,8 +94,7 @@ def test_a_checkpoint_keeps_the_format(preset: str, tmp_path: Path) -> None:
 
 
 def test_lpbq_is_written_in_two_factors(tmp_path: Path) -> None:
-    sim = bt.QuantizationSimModel(Net(), X, preset="w4lpbq")
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, preset="w4lpbq"), [X])
     sim.save_encodings(tmp_path / "lpbq.encodings")
     record = read_encodings(tmp_path / "lpbq.encodings").by_name["up.weight"]
     assert record.grouped is not None and record.grouped.decompressed_bits == 8
@@ -105,12 +102,10 @@ def test_lpbq_is_written_in_two_factors(tmp_path: Path) -> None:
 
 
 def test_rounding_methods_stay_on_the_format() -> None:
-    sim = bt.QuantizationSimModel(Net(), X, preset="nvfp4")
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, preset="nvfp4"), [X])
     bt.apply_gptq(sim, [X], progress=False)
     assert is_sayable(sim.quantizers["up.weight"].encoding)
-    sim = bt.QuantizationSimModel(Net(), X, preset="w4lpbq")
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, preset="w4lpbq"), [X])
     bt.apply_reconstruction(sim, [X], "seq_mse", progress=False)
     encoding = sim.quantizers["up.weight"].encoding
     assert is_sayable(encoding) and encoding.scale_format.name == "uint4"
@@ -118,8 +113,7 @@ def test_rounding_methods_stay_on_the_format() -> None:
 
 def test_a_rule_sets_the_format_of_scales() -> None:
     rules = {"preset": "w4g32", "rules": [{"match": "up", "weight": {"scale_format": "e8m0"}}]}
-    sim = bt.QuantizationSimModel(Net(), X, config_file=rules)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, config_file=rules), [X])
     found = {n: sim.quantizers[n].encoding.scale_format.name for n in ("up.weight", "down.weight")}
     assert found == {"up.weight": "e8m0", "down.weight": "float32"}
 
@@ -139,10 +133,8 @@ def test_blocks_that_do_not_divide_are_simulated_and_exported(
 ) -> None:
     """Blocks of 48 of 64 and 128 inputs; the last one has fewer elements."""
     rules = {"preset": "w4", "rules": [{"match": "*", "weight": {"granularity": {"per_block": 48}, **facets}}]}
-    sim = bt.QuantizationSimModel(Net(), X, config_file=rules)
-    sim.compute_encodings([X], progress=False)
-    other = bo.QuantizationSimModel(onnx_net, config_file=rules)
-    other.compute_encodings([{"x": X.numpy()}], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Net(), X, config_file=rules), [X])
+    other = calibrated(bo.QuantizationSimModel(onnx_net, config_file=rules), [{"x": X.numpy()}])
     for name, blocks in (("up.weight", 2), ("down.weight", 3)):
         one, two = sim.quantizers[name].encoding, other.quantizers[name].encoding
         assert one == two and is_sayable(one) and one.scale.shape[1] == blocks
@@ -157,8 +149,7 @@ def test_products_in_padded_blocks_are_written_and_read_again(tmp_path: Path) ->
     """MatMulNBits pads the last block of each row to the size of the others."""
     torch.manual_seed(0)
     x, net = torch.randn(4, 70), nn.Sequential(nn.Linear(70, 24))
-    sim = bt.QuantizationSimModel(net, x, preset="w4g32")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(net, x, preset="w4g32"), [x])
     sim.export(tmp_path, "net", x, weight_only="nbits")
     graph = onnx.load(tmp_path / "net.onnx").graph
     packed = {i.name: list(i.dims) for i in graph.initializer}
@@ -177,8 +168,7 @@ def test_ranges_of_padded_blocks_train(init: str) -> None:
         full[0].bias.copy_(net[0].bias)
     found = []
     for model, given in ((net, x), (full, nn.functional.pad(x, (0, 26)))):
-        sim = bt.QuantizationSimModel(model, given, preset="w4g32")
-        sim.compute_encodings([given], progress=False)
+        sim = calibrated(bt.QuantizationSimModel(model, given, preset="w4g32"), [given])
         sim.learn_ranges(init="calibrated" if model is full else init)
         if model is full:
             for name in ("0.weight",):  # the same start, whatever the padding says of means

@@ -25,6 +25,7 @@ from bitwright.torch import QuantizationSimModel, check_model
 from tests.onnx.faulty import FAULTS, HALF, head, tail
 from tests.onnx.nets import Net as OnnxNet
 from tests.support.sessions import integer_session
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -196,8 +197,7 @@ def test_progressive_stops_at_the_group_that_breaks() -> None:
             return self.c(self.b(torch.relu(self.a(x))))
 
     torch.manual_seed(0)
-    sim = QuantizationSimModel(Spread(), batches()[0])
-    sim.compute_encodings(batches())
+    sim = calibrated(QuantizationSimModel(Spread(), batches()[0]), batches())
     found = progressive(sim, batches(1), threshold=15)
     assert found.stopped_at is not None and found.stopped_at.ops == ("b",)
     assert [step.ops for step in found.steps] == [("a",), ("relu",), ("b",)]
@@ -216,16 +216,14 @@ def test_progressive_stops_at_the_group_that_breaks() -> None:
 
 
 def test_progressive_sees_what_is_not_finite() -> None:
-    sim = simulation(lambda x: 1 / (x + 1e-3))
-    sim.compute_encodings(batches())
+    sim = calibrated(simulation(lambda x: 1 / (x + 1e-3)), batches())
     with torch.no_grad():
         found = progressive(sim, batches(1), threshold=-100)
     assert all(step.good or "NaN or Inf" in step.reason for step in found.steps)
 
 
 def test_progressive_keeps_what_was_found_when_interrupted() -> None:
-    sim = simulation(nn.Identity())
-    sim.compute_encodings(batches())
+    sim = calibrated(simulation(nn.Identity()), batches())
     ops = list(dict.fromkeys(site.op for site in sim.quantizers.values()))
 
     calls = iter(range(10))
@@ -406,8 +404,7 @@ def spread() -> tuple[onnx.ModelProto, list[Any]]:
 
 def test_progressive_stops_at_the_group_that_breaks_onnx() -> None:
     model, data = spread()
-    sim = OnnxSim(model, data[0])
-    sim.compute_encodings(data)
+    sim = calibrated(OnnxSim(model, data[0]), data)
     found = progressive(sim, data[:1], threshold=15)
     assert found.stopped_at is not None and found.stopped_at.ops == ("middle",)
     assert [step.ops for step in found.steps] == [("head",), ("relu",), ("middle",)]

@@ -29,6 +29,7 @@ from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, EncodingsError
 from bitwright.torch import QuantizationSimModel
 from tests.conformance.test_ptq import exported
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -390,8 +391,7 @@ def test_a_copy_calibrates_on_its_own_weights() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.a(x)
 
-    sim = bt.QuantizationSimModel(Linear(), torch.randn(2, 4))
-    sim.compute_encodings([torch.randn(2, 4)], progress=False)
+    sim = calibrated(bt.QuantizationSimModel(Linear(), torch.randn(2, 4)), [torch.randn(2, 4)])
     other = copy.deepcopy(sim)
     with torch.no_grad():
         other.model.a.weight.mul_(2)

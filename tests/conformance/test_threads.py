@@ -22,6 +22,7 @@ from bitwright.errors import BusyError, CalibrationError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, check_model
 from bitwright.torch.interception.record import record
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -52,9 +53,7 @@ def batches() -> list[Tensor]:
 @pytest.fixture
 def sim(batches: list[Tensor]) -> QuantizationSimModel:
     torch.manual_seed(0)
-    sim = QuantizationSimModel(Net().eval(), batches[0])
-    sim.compute_encodings(batches)
-    return sim
+    return calibrated(QuantizationSimModel(Net().eval(), batches[0]), batches)
 
 
 @pytest.fixture(autouse=True)
@@ -349,9 +348,7 @@ def arrays() -> list[Any]:
 
 @pytest.fixture
 def onnx_sim(arrays: list[Any]) -> OnnxSim:
-    onnx_sim = OnnxSim(_model(), threads=1)
-    onnx_sim.compute_encodings(arrays)
-    return onnx_sim
+    return calibrated(OnnxSim(_model(), threads=1), arrays)
 
 
 def test_concurrent_runs_open_one_session_and_agree(onnx_sim: OnnxSim, arrays: list[Any]) -> None:

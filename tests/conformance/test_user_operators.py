@@ -17,6 +17,7 @@ from bitwright.core.graph.operators import OPS, OpRow
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.errors import ConfigError, ModelError
 from bitwright.testing import check
+from tests.support.simulations import calibrated
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((6, 8)).astype(np.float32)
@@ -81,8 +82,7 @@ def test_an_operator_of_the_user_is_quantized_by_its_row(table: None, front_end:
     assert "weight" not in _simulation(front_end).quantizers
     bitwright.register("operators", NAMES[front_end], DISTANCE)
     check("operators", NAMES[front_end])
-    sim = _simulation(front_end)
-    sim.compute_encodings([torch.from_numpy(x) if front_end == "torch" else {"x": x} for x in X], progress=False)
+    sim = calibrated(_simulation(front_end), [torch.from_numpy(x) if front_end == "torch" else {"x": x} for x in X])
     sites = sim.quantizers
     assert {name: site.role for name, site in sites.items()} == {
         "distance.input[0]": "input", "weight": "weight", "distance.output[0]": "output",
@@ -100,8 +100,7 @@ def test_an_operator_of_the_user_is_quantized_by_its_row(table: None, front_end:
 def test_a_simulation_with_an_operator_of_the_user_is_compiled_whole(table: None, row: OpRow | None) -> None:
     if row is not None:
         bitwright.register("operators", NAMES["torch"], row)
-    sim = _simulation("torch")
-    sim.compute_encodings([torch.from_numpy(x) for x in X], progress=False)
+    sim = calibrated(_simulation("torch"), [torch.from_numpy(x) for x in X])
     x = torch.from_numpy(X[0])
     with torch.no_grad():
         compiled = torch.compile(sim.model, backend="eager", fullgraph=True)
@@ -116,8 +115,7 @@ def test_attributes_of_an_operator_are_in_the_graph(table: None) -> None:
 
 def test_the_export_of_the_file_computes_what_the_simulation_does(table: None, tmp_path: Any) -> None:
     bitwright.register("operators", NAMES["onnx"], DISTANCE)
-    sim = _simulation("onnx")
-    sim.compute_encodings([{"x": x} for x in X], progress=False)
+    sim = calibrated(_simulation("onnx"), [{"x": x} for x in X])
     made = onnx.load(sim.export(tmp_path, "net").qdq)
     kinds = [node.op_type for node in made.graph.node]
     assert kinds.count("DequantizeLinear") == 3 and "CDist" in kinds

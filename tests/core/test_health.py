@@ -26,6 +26,7 @@ from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.statistics import measure, start
 from bitwright.errors import CalibrationError
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 NAN, INF = np.nan, np.inf
 BAD_NAN, BAD_INF, MASK, CLEAN = Flags(nan=True), Flags(pos_inf=True), Flags(neg_inf=True), Flags()
@@ -336,8 +337,7 @@ def test_a_simulation_reports_its_sites():
     with torch.no_grad():
         model[0].weight[2] = 0
         model[2].weight[:], model[2].bias[:] = 0, 0
-    sim = QuantizationSimModel(model, torch.randn(3, 4))
-    sim.compute_encodings([torch.randn(8, 4)])
+    sim = calibrated(QuantizationSimModel(model, torch.randn(3, 4)), [torch.randn(8, 4)])
     found = {health.site: health for health in sim.health()}
     assert found["0.weight"].notes == ("1 of 6 channels is zero throughout: 2",)
     assert found["2.weight"].zero == (0, 1) and found["2.output[0]"].notes == ("it is zero throughout",)
@@ -358,8 +358,7 @@ def test_empty_tensors_are_counted():
             return self.layer(x[x[:, 0] > 0])
 
     some = torch.cat([torch.randn(8, 4).abs(), -torch.ones(2, 4)])
-    sim = QuantizationSimModel(Rows(), some)
-    sim.compute_encodings([some, -some.abs()])
+    sim = calibrated(QuantizationSimModel(Rows(), some), [some, -some.abs()])
     found = {health.site: health for health in sim.health()}
     assert found["layer.input[0]"].notes == ("1 empty tensor",) and found["layer.input[0]"].count == 32
     assert found["layer.weight"].empty == 0
@@ -389,8 +388,7 @@ def test_channels_of_an_activation_with_one_scale_are_named_with_their_layer():
     with torch.no_grad():
         net[1].bias[:11] = -100
         net[1].weight[[12, 15]], net[1].bias[[12, 15]] = 0, 0.5
-    sim = QuantizationSimModel(net, torch.randn(2, 3, 6, 6))
-    sim.compute_encodings([torch.randn(4, 3, 6, 6) for _ in range(3)])
+    sim = calibrated(QuantizationSimModel(net, torch.randn(2, 3, 6, 6)), [torch.randn(4, 3, 6, 6) for _ in range(3)])
     found = {health.site: health for health in sim.health()}
     assert found["2.output[0]"].notes == (
         "11 of 16 channels of 1 are zero throughout: 0, 1, 2, 3, 4, 5, 6, 7 and 3 more",
@@ -418,8 +416,7 @@ class Paths(nn.Module):
 
 def test_sites_that_share_an_encoding_have_channels_of_their_own():
     torch.manual_seed(0)
-    sim = QuantizationSimModel(Paths(), torch.randn(2, 2, 3, 3))
-    sim.compute_encodings([torch.randn(2, 2, 3, 3)])
+    sim = calibrated(QuantizationSimModel(Paths(), torch.randn(2, 2, 3, 3)), [torch.randn(2, 2, 3, 3)])
     zero = {health.site: health.zero for health in sim.health() if health.zero}
     assert zero["relu.output[0]"] == (0,) and zero["relu_1.output[0]"] == (2,)
 
@@ -452,8 +449,7 @@ def test_what_was_seen_is_brought_back():
             return self.first(x), self.second(rows)
 
     some, none = torch.ones(2, 4), torch.zeros(0, 4)
-    sim = QuantizationSimModel(Rows(), (torch.randn(3, 4), torch.randn(3, 4)))
-    sim.compute_encodings([(some, some), (some, none)])
+    sim = calibrated(QuantizationSimModel(Rows(), (torch.randn(3, 4), torch.randn(3, 4))), [(some, some), (some, none)])
     before = sim.health()
     (found,) = [row for row in before if row.empty and row.notes[0] == "it is constant"]
     assert found.empty == 1 and found.notes == ("it is constant", "1 empty tensor")

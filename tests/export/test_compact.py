@@ -14,6 +14,7 @@ from bitwright.export.artefacts import Exported
 from bitwright.export.qdq.compact import _first_free
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel as TorchSim
+from tests.support.simulations import calibrated
 
 
 class _Gated(nn.Module):
@@ -58,8 +59,7 @@ def _export(folder: Path, name: str, form: str) -> tuple[Exported, int]:
     make, shape = _MODELS[name]
     model, x = make().eval(), torch.randn(shape)
     if form == "torch":
-        sim = TorchSim(model, x)
-        sim.compute_encodings([x])
+        sim = calibrated(TorchSim(model, x), [x])
         exported = sim.export(folder, "net", x)
         return exported, exported.float_model.stat().st_size
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -72,8 +72,7 @@ def _export(folder: Path, name: str, form: str) -> tuple[Exported, int]:
         verbose=False,
         **({"external_data": False} if form == "dynamo" else {}),
     )
-    onnx_sim = OnnxSim(source)
-    onnx_sim.compute_encodings([x.numpy()])
+    onnx_sim = calibrated(OnnxSim(source), [x.numpy()])
     return onnx_sim.export(folder, "net"), source.stat().st_size
 
 
@@ -117,8 +116,7 @@ def test_short_names_pass_over_those_that_the_model_has_with_their_endings() -> 
 
 def test_a_file_that_has_to_be_larger_says_so(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), torch.randn(3, 4)
-    sim = TorchSim(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(TorchSim(model, x), [x])
     exported = sim.export(tmp_path, "net", x)
     size = exported.qdq.stat().st_size, exported.float_model.stat().st_size
     assert size[0] > size[1]

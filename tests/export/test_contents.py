@@ -30,6 +30,7 @@ from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.onnx.nets import Net, feeds_for, run
 from tests.onnx.opset_cases import CASES, model_of, opsets_of
 from tests.onnx.test_old_files import batches, classifier
+from tests.support.simulations import calibrated
 
 
 @pytest.fixture(scope="module")
@@ -283,8 +284,7 @@ class Transformer(nn.Module):
 
 def test_modules_are_written_at_an_opset_or_name_the_operator(tmp_path):
     model, x = Transformer().eval(), torch.randn(3, 8)
-    sim = TorchSim(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(TorchSim(model, x), [x])
     exported = sim.export(tmp_path, "net", x, opset=17)
     written = onnx.load(exported.qdq)
     assert "Erf" in {node.op_type for node in written.graph.node}, "Gelu came with opset 20"

@@ -17,6 +17,7 @@ from bitwright.compare.verify import verify_folder
 from bitwright.errors import ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
@@ -39,9 +40,7 @@ def sim(frames: np.ndarray[Any, Any]) -> QuantizationSimModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 4)).eval()
     x = normalized(frames)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, x), [x])
 
 
 def run(path: Path, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -89,8 +88,7 @@ def test_pixels_that_are_codes_cost_nothing(frames: Any, tmp_path: Path) -> None
     frames = frames.copy()
     frames[0, 0, 0] = 0, 255, 255
     x = normalized(frames, 0, 1)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     plain = sim.export(tmp_path / "a", "m", x)
     camera = sim.export(tmp_path / "b", "m", x, normalize={"layout": "NHWC"})
     ops = {node.op_type for node in onnx.load(camera.qdq).graph.node}
@@ -101,8 +99,7 @@ def test_pixels_that_are_codes_cost_nothing(frames: Any, tmp_path: Path) -> None
 def test_the_same_of_an_onnx_file(frames: Any, sim: Any, tmp_path: Path) -> None:
     x = normalized(frames)
     source = sim.export(tmp_path / "source", "m", x).float_model
-    other = OnnxSim(str(source), x.numpy())
-    other.compute_encodings([x.numpy()], progress=False)
+    other = calibrated(OnnxSim(str(source), x.numpy()), [x.numpy()])
     exported = other.export(tmp_path / "a", "m", io="uint8", normalize={"mean": MEAN, "std": STD, "layout": "NHWC"})
     assert run(exported.qdq, frames).dtype == np.uint8
     assert verify_folder(tmp_path / "a").ok
@@ -136,8 +133,7 @@ def test_what_cannot_be_done_is_refused(
 def test_an_end_without_codes_is_refused_with_who_reads_it(frames: Any, tmp_path: Path) -> None:
     x = normalized(frames)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
-    sim = QuantizationSimModel(model, x, preset="w8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x, preset="w8"), [x])
     with pytest.raises(ExportError, match=r"no quantizer stands at this input, which Conv reads in float.*'float32'"):
         sim.export(tmp_path, "m", x, io={"inputs": "uint8"})
     with pytest.raises(ExportError, match=r"no quantizer stands at this output, which Gemm makes in float"):

@@ -26,6 +26,7 @@ from bitwright.export.encodings.read import read_encodings
 from bitwright.export.encodings.records import VERSIONS, GroupedScale, NamedEncoding, NotExpressed
 from bitwright.export.encodings.write import compare_names, json_lines, names_error, write_encodings
 from bitwright.onnx import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 TENSOR = PerTensor()
 ARGS = {
@@ -854,9 +855,7 @@ def model() -> onnx.ModelProto:
 
 def simulated() -> QuantizationSimModel:
     rng = np.random.default_rng(1)
-    sim = QuantizationSimModel(model())
-    sim.compute_encodings([{"x": rng.normal(size=(2, 3, 8, 8)).astype(np.float32)}], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model()), [{"x": rng.normal(size=(2, 3, 8, 8)).astype(np.float32)}])
 
 
 def entries(path: Path) -> dict[str, Any]:

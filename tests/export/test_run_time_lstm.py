@@ -17,6 +17,7 @@ from bitwright.core.numerics.spec import weight_spec
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 RUN_TIME = {"recurrent": "run_time"}
 Array = NDArray[np.float32]
@@ -56,8 +57,7 @@ def test_each_step_is_the_equation_with_the_range_of_its_own_hidden_state() -> N
     torch.manual_seed(0)
     layer = nn.LSTM(8, 64)
     x, h, c = torch.randn(7, 3, 8), torch.randn(1, 3, 64), torch.randn(1, 3, 64)
-    sim = QuantizationSimModel(layer, (x, (h, c)), config_file=RUN_TIME)
-    sim.compute_encodings([(x, (h, c))])
+    sim = calibrated(QuantizationSimModel(layer, (x, (h, c)), config_file=RUN_TIME), [(x, (h, c))])
     grid = sim.quantizers["l0.forward.recurrent"].encoding
     weights = sim.dequantized_state_dict()
 
@@ -83,8 +83,7 @@ def test_a_module_is_written_with_the_operator_and_equals_its_simulation(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
     model, batches = _tagger(**options)
-    sim = QuantizationSimModel(model, batches[0], config_file=RUN_TIME)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], config_file=RUN_TIME), batches)
     exported = sim.export(tmp_path, "net", batches[0], target="ort_cpu")
     kinds = _kinds(tmp_path / "net.onnx")
     assert kinds["DynamicQuantizeLSTM"] == (4 if options else 1) and not kinds["LSTM"] and not kinds["Scan"]
@@ -105,8 +104,7 @@ def test_weights_are_stored_unsigned_where_signed_sums_may_saturate(tmp_path: Pa
     with torch.no_grad():
         for weight in model.lstm.parameters():
             weight.copy_(torch.where(torch.rand_like(weight) < 0.5, -0.4, 0.4) + 0.01 * torch.randn_like(weight))
-    sim = QuantizationSimModel(model, batches[0], config_file=RUN_TIME)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], config_file=RUN_TIME), batches)
     sim.export(tmp_path, "net", batches[0], target="ort_cpu", unsigned_weights=True)
     graph = onnx.load(tmp_path / "net.onnx").graph
     held = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
@@ -148,8 +146,7 @@ def _bidirectional(path: Path) -> list[dict[str, Array]]:
 
 def test_a_file_with_peepholes_clip_and_initial_states_is_written_with_the_operator(tmp_path: Path) -> None:
     feeds = _bidirectional(tmp_path / "float.onnx")
-    sim = OnnxSim(str(tmp_path / "float.onnx"), feeds[0], config_file=RUN_TIME)
-    sim.compute_encodings(feeds[:2])
+    sim = calibrated(OnnxSim(str(tmp_path / "float.onnx"), feeds[0], config_file=RUN_TIME), feeds[:2])
     sim.export(tmp_path / "out", "net", target="ort_cpu")
     assert _kinds(tmp_path / "out" / "net.onnx")["DynamicQuantizeLSTM"] == 2
     session = _session(tmp_path / "out" / "net.onnx")
@@ -168,8 +165,7 @@ def test_layers_without_the_operator_compute_their_steps_in_float(
     tmp_path: Path, preset: str, options: dict[str, object]
 ) -> None:
     model, batches = _tagger(**options)
-    sim = QuantizationSimModel(model, batches[0], preset=preset, config_file=RUN_TIME)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset=preset, config_file=RUN_TIME), batches)
     assert not any(site.inner or site.spec.dynamic for site in sim.quantizers.values())
     sim.export(tmp_path, "net", batches[0], target="ort_cpu")
     assert not _kinds(tmp_path / "net.onnx")["DynamicQuantizeLSTM"]
@@ -177,8 +173,7 @@ def test_layers_without_the_operator_compute_their_steps_in_float(
 
 def test_a_layer_whose_weight_got_other_bits_is_written_as_it_is_simulated(tmp_path: Path) -> None:
     model, batches = _tagger()
-    sim = QuantizationSimModel(model, batches[0], config_file=RUN_TIME)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], config_file=RUN_TIME), batches)
     sim.quantizers["lstm.weight_hh_l0"].spec = weight_spec("int4")
     sim.compute_encodings(batches)
     sim.export(tmp_path, "net", batches[0], target="ort_cpu")
@@ -191,8 +186,7 @@ def test_a_layer_whose_weight_got_other_bits_is_written_as_it_is_simulated(tmp_p
 
 def test_gradients_pass_the_ranges_of_every_step() -> None:
     model, batches = _tagger()
-    sim = QuantizationSimModel(model, batches[0], config_file=RUN_TIME)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], config_file=RUN_TIME), batches)
     sim.model(batches[0])[0].square().mean().backward()
     gradient = sim.model.lstm.weight_hh_l0.grad
     assert gradient is not None and bool(torch.isfinite(gradient).all()) and float(gradient.abs().max()) > 0

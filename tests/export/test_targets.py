@@ -26,6 +26,7 @@ from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import open_file
 from bitwright.torch import QuantizationSimModel, quantize
 from tests.export.marked import Graph, run_both
+from tests.support.simulations import calibrated
 
 RNG = np.random.default_rng(3)
 
@@ -97,8 +98,7 @@ def test_unknown_target_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"target: 'ort_gpu' is not.*did you mean 'ort_cpu'.*use one of 'ort_cpu'"):
         quantize(net(), BATCHES, path=tmp_path / "out", target="ort_gpu")
     assert not (tmp_path / "out").exists()
-    sim = QuantizationSimModel(net(), BATCHES[0])
-    sim.compute_encodings(BATCHES)
+    sim = calibrated(QuantizationSimModel(net(), BATCHES[0]), BATCHES)
     with pytest.raises(ConfigError, match="target"):
         sim.export(tmp_path / "out", "net", target="ort_gpu")
 
@@ -151,8 +151,7 @@ def test_recurrent_weights_are_constants_for_the_runtime(tmp_path: Path) -> None
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_gate"])
 def test_folded_weights_of_every_granularity(tmp_path: Path, granularity: str) -> None:
     rules = {"recurrent": "boundary_only", "rules": [{"op": "LSTM", "weight": {"granularity": granularity}}]}
-    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules)
-    sim.compute_encodings(STEPS)
+    sim = calibrated(QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules), STEPS)
     found = sim.export(tmp_path, "net", STEPS[0])
     assert verify_folder(tmp_path).ok
     read = OnnxSim(found.qdq)
@@ -164,8 +163,7 @@ def test_asymmetric_weights_of_recurrent_layers(tmp_path: Path) -> None:
         "recurrent": "boundary_only",
         "rules": [{"op": "LSTM", "weight": {"format": "uint8", "symmetry": "asymmetric"}}],
     }
-    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules)
-    sim.compute_encodings(STEPS)
+    sim = calibrated(QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules), STEPS)
     found = sim.export(tmp_path, "net", STEPS[0])
     assert verify_folder(tmp_path).ok and "Sub" in {n.op_type for n in ir.load(found.qdq).graph}
     read = OnnxSim(found.qdq)
@@ -173,8 +171,7 @@ def test_asymmetric_weights_of_recurrent_layers(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_quantized_inside_stay_a_scan_and_the_notes_say_what_is_faster(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0])
-    sim.compute_encodings(STEPS)
+    sim = calibrated(QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0]), STEPS)
     found = sim.export(tmp_path, "net", STEPS[0])
     assert "Scan" in {node.op_type for node in ir.load(found.qdq).graph}
     (note,) = (note for note in found.notes if "written as Scan" in note)
@@ -192,8 +189,7 @@ def test_steps_that_are_quantized_inside_stay_a_scan_and_the_notes_say_what_is_f
 )
 def test_the_form_of_every_recurrent_layer_is_told_with_what_it_loses(tmp_path, inside, options, told):
     rules = None if inside else {"recurrent": "boundary_only"}
-    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules)
-    sim.compute_encodings(STEPS)
+    sim = calibrated(QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules), STEPS)
     notes = sim.export(tmp_path, "net", STEPS[0], **options).notes
     assert sum("written as" in note for note in notes) == 1 and any(note.startswith(told) for note in notes), notes
 
@@ -201,11 +197,9 @@ def test_the_form_of_every_recurrent_layer_is_told_with_what_it_loses(tmp_path, 
 @pytest.mark.slow
 def test_every_form_of_recurrent_layers_can_be_compared(tmp_path: Path) -> None:
     """Steps in float are not those that were simulated, and the comparison says so."""
-    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], default_param_bw=7)
-    sim.compute_encodings(STEPS)
+    sim = calibrated(QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], default_param_bw=7), STEPS)
     files = sim.export(tmp_path, "net", STEPS[0])
-    read = OnnxSim(files.float_model, default_param_bw=7)
-    read.compute_encodings([{"x": batch.numpy()} for batch in STEPS])
+    read = calibrated(OnnxSim(files.float_model, default_param_bw=7), [{"x": batch.numpy()} for batch in STEPS])
     verified = sim.verify()
     assert verified.ok and read.verify().ok
     for one in (sim, read):
@@ -221,8 +215,7 @@ def test_every_form_of_recurrent_layers_can_be_compared(tmp_path: Path) -> None:
 
 
 def test_an_option_that_a_comparison_does_not_have_is_named() -> None:
-    sim = QuantizationSimModel(net(), BATCHES[0])
-    sim.compute_encodings(BATCHES)
+    sim = calibrated(QuantizationSimModel(net(), BATCHES[0]), BATCHES)
     with pytest.raises(
         ConfigError,
         match=r"sim.verify: there is no argument 'tarjet' \(did you mean 'target'.*Remedy: use runtime, bias",

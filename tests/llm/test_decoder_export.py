@@ -20,6 +20,7 @@ from bitwright.llm.engines import open_engine
 from bitwright.llm.openvino_export import _write_tokenizer as write_openvino_tokenizer
 from bitwright.torch import QuantizationSimModel
 from tests.llm.models import TOKENS, write_tokenizer
+from tests.support.simulations import calibrated
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -60,9 +61,7 @@ def decoder(name: str = "llama", **changes: Any) -> Any:
 
 def simulation(model: nn.Module, preset: str = "w4g32") -> QuantizationSimModel:
     example = {"input_ids": torch.arange(3, 9)[None]}
-    sim = QuantizationSimModel(model, example, preset=preset)
-    sim.compute_encodings([example], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, example, preset=preset), [example])
 
 
 @pytest.mark.parametrize("name", MODELS)

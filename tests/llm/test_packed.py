@@ -18,6 +18,7 @@ from bitwright.llm import FloatWeight, PackedWeight, packed_weights
 from bitwright.llm.packed import float_bits, float_values, plans
 from bitwright.torch import QuantizationSimModel
 from tests.llm.models import prompts, tiny, weight_only
+from tests.support.simulations import calibrated
 
 
 @pytest.mark.parametrize("preset", ["w4g32", "w8", "fp8", "nvfp4", "mxfp4", "mxfp8"])
@@ -75,8 +76,7 @@ class _ReadTwice(nn.Module):
 
 
 def test_one_parameter_with_two_encodings_is_refused():
-    sim = QuantizationSimModel(_ReadTwice(), torch.randn(2, 32), preset="w4")
-    sim.compute_encodings(progress=False)
+    sim = calibrated(QuantizationSimModel(_ReadTwice(), torch.randn(2, 32), preset="w4"))
     with pytest.raises(ConfigError, match="weight: matmul reads it with another encoding.*'weight@matmul'"):
         list(packed_weights(sim))
 
@@ -91,8 +91,7 @@ class _Transposed(nn.Module):
 
 
 def test_a_weight_that_the_model_computes_is_refused():
-    sim = QuantizationSimModel(_Transposed(), torch.randn(2, 32), preset="w8")
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(_Transposed(), torch.randn(2, 32), preset="w8"))
     assert [s.role for s in sim.quantizers.values() if s.enabled] == ["weight"]
     with pytest.raises(ConfigError, match="which the model computes of a parameter.*enabled = False"):
         list(packed_weights(sim))

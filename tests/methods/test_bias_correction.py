@@ -11,6 +11,7 @@ from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.bias_correction import clipped_normal, expected_error, expected_inputs
 from bitwright.methods.layers import Layers, batch_norm_moments, moments_of_layers
 from bitwright.torch import QuantizationSimModel, TorchView, add_biases, apply_bias_correction, fold_all_batch_norms
+from tests.support.simulations import calibrated
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
@@ -104,9 +105,7 @@ def images(count=96):
 
 
 def simulated(model, data, bits=4):
-    sim = QuantizationSimModel(model, data[:2], default_param_bw=bits)
-    sim.compute_encodings([data])
-    return sim
+    return calibrated(QuantizationSimModel(model, data[:2], default_param_bw=bits), [data])
 
 
 def mean_error(model, sim, x):

@@ -19,6 +19,7 @@ from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from tests.methods.transformer import Decoder
 from tests.onnx.nets import Net
+from tests.support.simulations import calibrated
 
 
 class Recurrent(nn.Module):
@@ -64,20 +65,17 @@ def check(sim, run):
 def test_a_transformer_in_torch_and_onnx():
     torch.manual_seed(0)
     model, x = Decoder(tied=False), torch.randint(0, 11, (2, 6))
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     check(sim, lambda: sim.model(x).detach().numpy())
     program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
     assert program is not None
-    other = OnnxSim(program.model_proto, x.numpy())
-    other.compute_encodings([x.numpy()])
+    other = calibrated(OnnxSim(program.model_proto, x.numpy()), [x.numpy()])
     check(other, lambda: other.run(x.numpy())[0])
 
 
 def test_recurrent_layers_keep_what_is_inside_them():
     x = torch.randn(5, 2, 8)
-    sim = QuantizationSimModel(Recurrent().eval(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(Recurrent().eval(), x), [x])
     inner = {name for name, site in sim.quantizers.items() if site.inner is not None and site.enabled}
     check(sim, lambda: sim.model(x).detach().numpy())
     assert inner and all(sim.quantizers[name].enabled for name in inner)
@@ -85,8 +83,7 @@ def test_recurrent_layers_keep_what_is_inside_them():
 
 def test_models_without_attention_can_be_left_alone():
     x = torch.randn(2, 3, 8, 8)
-    sim = QuantizationSimModel(convolutional().eval(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(convolutional().eval(), x), [x])
     report = layer_inputs(sim, only_with_attention=True)
     assert report.in_float == () and report.summary == "no change: the model has no attention"
     assert layer_inputs(sim).in_float  # the output of the sigmoid
@@ -193,13 +190,11 @@ def test_every_layer_behind_an_attention_reads_a_grid(make, front):
     torch.manual_seed(0)
     model, x = make().eval(), torch.randn(2, 5, 8)
     if front == "torch":
-        sim = QuantizationSimModel(model, x)
-        sim.compute_encodings([x])
+        sim = calibrated(QuantizationSimModel(model, x), [x])
     else:
         program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
         assert program is not None
-        sim = OnnxSim(program.model_proto, x.numpy())
-        sim.compute_encodings([x.numpy()])
+        sim = calibrated(OnnxSim(program.model_proto, x.numpy()), [x.numpy()])
     check(sim, lambda: sim.model(x).detach().numpy() if front == "torch" else sim.run(x.numpy())[0])
     by_value = {}
     for site in sim.quantizers.values():
@@ -219,8 +214,7 @@ def test_every_layer_behind_an_attention_reads_a_grid(make, front):
 
 def test_a_bias_is_float_where_its_input_is():
     x = torch.randn(2, 8)
-    sim = QuantizationSimModel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), x), [x])
     sim.quantizers["1.output[0]"].enabled = False
     row = sim.coverage().find("2.bias")
     assert row.status == "float"
@@ -233,8 +227,7 @@ def test_the_notes_of_an_export_say_why(tmp_path):
     x = torch.randn(2, 5, 8)
     program = torch.onnx.export(Attending().eval(), (x,), dynamo=True, verbose=False)
     assert program is not None
-    sim = OnnxSim(program.model_proto, x.numpy())
-    sim.compute_encodings([x.numpy()])
+    sim = calibrated(OnnxSim(program.model_proto, x.numpy()), [x.numpy()])
     found = layer_inputs(sim)
     by_hand = sim.quantizers["fc.bias"].follows[0]
     sim.quantizers[by_hand].enabled = False

@@ -19,6 +19,7 @@ import bitwright.torch
 from bitwright.core.health.diagnosis import Repair
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.methods.front_end import front_end_of
+from tests.support.simulations import calibrated
 
 FEED = {"x": np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)}
 
@@ -165,8 +166,7 @@ def test_options_of_onnx_models_are_refused_for_modules() -> None:
 @pytest.mark.parametrize("name", ["apply_gptq", "apply_reconstruction"])
 def test_batches_of_onnx_models_may_be_named_inputs(name: str, call: Callable[..., Any]) -> None:
     options = {"progress": False, **({} if name == "apply_gptq" else {"iterations": 2})}
-    sim = bitwright.onnx.QuantizationSimModel(proto(batch_norm=False), FEED, default_param_bw=4)
-    sim.compute_encodings([FEED])
+    sim = calibrated(bitwright.onnx.QuantizationSimModel(proto(batch_norm=False), FEED, default_param_bw=4), [FEED])
     report = call(partial(getattr(bitwright.onnx, name), **options), sim)
     assert {choice.layer for choice in report} == {op.name for op in sim.graph.ops if op.type == "Conv"}
 

@@ -17,6 +17,7 @@ import bitwright.torch
 from bitwright.errors import ConfigError
 from bitwright.methods.options import check_options, keyword_options, phrase, takes
 from bitwright.recipes.recipe import KINDS
+from tests.support.simulations import calibrated
 
 X = np.float32(np.random.default_rng(0).standard_normal((4, 6)))
 
@@ -86,7 +87,6 @@ def test_every_option_of_every_step_refuses_what_it_cannot_be(front):
 
 
 def test_methods_called_on_their_own_check_alike():
-    sim = bitwright.torch.QuantizationSimModel(network(), torch.from_numpy(X))
-    sim.compute_encodings([torch.from_numpy(X)], progress=False)
+    sim = calibrated(bitwright.torch.QuantizationSimModel(network(), torch.from_numpy(X)), [torch.from_numpy(X)])
     with pytest.raises(ConfigError, match=r"gptq: the option 'damping' is \[1\]. Remedy: give a number"):
         bitwright.torch.apply_gptq(sim, [torch.from_numpy(X)], damping=[1])

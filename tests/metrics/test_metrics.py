@@ -19,6 +19,7 @@ from bitwright.metrics import detection
 from bitwright.metrics.labels import read_labels, split_labels
 from bitwright.metrics.metric import find_metric, influences, named_metric
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 RNG = np.random.default_rng(0)
 SCORES = RNG.normal(size=(40, 5)).astype(np.float32)
@@ -216,8 +217,7 @@ def test_searches_analysis_and_compression_take_pairs(loader):
         network(), loader, trials=[bitwright.precision.trials.Trial("w8a8", "w8a8")], **options
     )
     assert found.best is not None and found.best.metric > 0.7
-    sim = QuantizationSimModel(network(), next(iter(loader))[0])
-    sim.compute_encodings([x for x, _ in loader], progress=False)
+    sim = calibrated(QuantizationSimModel(network(), next(iter(loader))[0]), [x for x, _ in loader])
     analysis = bitwright.analyze(sim, loader, {"f1": {"average": "micro"}}, mode="exact")
     assert analysis.metric.name == "f1" and analysis.metric.difference.n == 64
     assert all(0 <= row.metric_only <= 1 for row in analysis.sites if row.metric_only is not None)

@@ -20,6 +20,7 @@ from bitwright.export.files.manifest import read_manifest
 from bitwright.export.samples import find_export, read_samples
 from bitwright.onnx.simulation import quantsim as deployment
 from tests.onnx.nets import conv_chain, feeds_for
+from tests.support.simulations import calibrated
 from tests.support.stopping import stops
 
 
@@ -46,8 +47,7 @@ def main(work: Path) -> None:
     ((name, x),) = feeds_for(model).items()
     writers = {}
     for export, scale in (("old", 1.0), ("new", 3.0)):
-        sim = bo.QuantizationSimModel(model, x)
-        sim.compute_encodings([scale * x], progress=False)
+        sim = calibrated(bo.QuantizationSimModel(model, x), [scale * x])
         writers[export] = prepared(sim, samples=export == "old")
         writers[export](work / export)
     reader_sim = bo.QuantizationSimModel(model, x)

@@ -15,6 +15,7 @@ from bitwright.onnx.model.session import open_session
 from tests.onnx.flow import loop
 from tests.onnx.nets import Net
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 CHANNELS = (32, 24, 5)  # that fill blocks of 16, of 8, and neither
 
@@ -90,8 +91,7 @@ def test_what_is_found_is_exact_whatever_the_order_of_batches(build, scheme) -> 
     data = batches(model)
     sims = []
     for order in itertools.permutations(range(3)):
-        sim = QuantizationSimModel(model, data[0], scheme, threads=1)
-        sim.compute_encodings([data[i] for i in order], progress=False)
+        sim = calibrated(QuantizationSimModel(model, data[0], scheme, threads=1), [data[i] for i in order])
         sims.append(sim)
     found = seen(sims[0])
     assert found == expected(sims[0], data)
@@ -118,8 +118,7 @@ def test_a_channel_that_was_the_least_of_its_tensor_is_followed_when_it_is_not_a
         ([positive, positive, -positive], {0: 0.0}),
         ([-positive, positive], {0: 0.0}),
     ):
-        sim = QuantizationSimModel(model, positive)
-        sim.compute_encodings(data, progress=False)
+        sim = calibrated(QuantizationSimModel(model, positive), data)
         assert seen(sim)["last.input[0]"][0] == constants
 
 
@@ -131,8 +130,7 @@ def test_values_that_are_not_finite_are_no_constants_and_skipped_batches_tell_no
     bad = np.full_like(positive, np.nan)
     for policy, constants in (("skip", {0: 0.0, 2: 0.0}), ("clamp", {})):
         for data in ([positive, bad], [bad, positive]):
-            sim = QuantizationSimModel(model, positive, scheme)
-            sim.compute_encodings(data, progress=False, non_finite=policy)
+            sim = calibrated(QuantizationSimModel(model, positive, scheme), data, non_finite=policy)
             assert seen(sim)["last.input[0]"][0] == constants
 
 
@@ -170,8 +168,7 @@ def test_batches_without_images_are_refused_and_change_nothing(size) -> None:
     y = net("Relu", net.conv(x, 3, 4, k=1, name="c"), name="r", out="r.out")
     model = net.model(net.conv(y, 4, 2, k=1, name="d"))
     some, none = (net.random.standard_normal((2, 3, 4, 4)).astype(np.float32), np.ones((0, 3, 4, 4), np.float32))
-    sim = QuantizationSimModel(model, some)
-    sim.compute_encodings([some], progress=False)
+    sim = calibrated(QuantizationSimModel(model, some), [some])
     before = seen(sim)
     with pytest.raises(CalibrationError, match="^batch 1: it holds no sample: x is 0x3x4x4. Remedy: leave empty"):
         sim.compute_encodings([some, none], progress=False)
@@ -180,8 +177,7 @@ def test_batches_without_images_are_refused_and_change_nothing(size) -> None:
 
 def test_health_names_them() -> None:
     model = images()
-    sim = QuantizationSimModel(model, batches(model)[0])
-    sim.compute_encodings(batches(model), progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches(model)[0]), batches(model))
     notes = {health.site: health.notes for health in sim.health()}
     assert notes["r2.output[0]"][0].startswith("2 of 5 channels of c2 are zero throughout: 0, 2")
 

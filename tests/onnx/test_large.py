@@ -32,6 +32,7 @@ from bitwright.onnx.program import OnnxSimulation
 from bitwright.onnx.simulation import marked_model as simulate
 from bitwright.recipes.widen import widen
 from tests.onnx.nets import Net, feeds_for
+from tests.support.simulations import calibrated
 
 
 def stack(layers: int = 6, size: int = 32) -> onnx.ModelProto:
@@ -71,8 +72,7 @@ def outcome(folder: Path, model: onnx.ModelProto, scheme: str, budget: int) -> A
     folder.mkdir()
     onnx.save(model, folder / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
     data = [feeds_for(model, seed, n=3) for seed in range(3)]
-    sim = QuantizationSimModel(folder / "m.onnx", data[0], scheme, threads=1, memory_budget=budget)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(folder / "m.onnx", data[0], scheme, threads=1, memory_budget=budget), data)
     exported = sim.export(folder, "out")
     encodings = {name: site.encoding for name, site in sim.quantizers.items()}
     return encodings, sim.run(data[0]), exported
@@ -110,8 +110,7 @@ def test_no_message_holds_the_weights_of_a_large_model(tmp_path, monkeypatch, na
     weights = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     data = [feeds_for(model, 0, n=3)]
     monkeypatch.setattr(ort, "InferenceSession", opened)
-    sim = QuantizationSimModel(model, data[0], "percentile", threads=1, memory_budget=500)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(model, data[0], "percentile", threads=1, memory_budget=500), data)
     sim.run(data[0])
     assert len(given) > 4
     assert (max(given) > weights) is not large, "weights go into a second file, which is mapped into memory"
@@ -134,8 +133,7 @@ def test_simulated_weights_exist_one_at_a_time(small_memory, monkeypatch):
         return array
 
     monkeypatch.setattr(simulate, "folded_constant", counted)
-    sim = QuantizationSimModel(stack(), DATA[0], "percentile", threads=1, memory_budget=0)
-    sim.compute_encodings(DATA, progress=False)
+    sim = calibrated(QuantizationSimModel(stack(), DATA[0], "percentile", threads=1, memory_budget=0), DATA)
     sim.run(DATA[0])
     sim.capture(list(sim.quantizers), DATA[0])
     assert len(alive) == 6, "once, however many sessions share them"
@@ -174,19 +172,16 @@ def test_files_of_large_models_go_with_the_simulation(small_memory, tmp_path, mo
     ids=["widen", "NaN", "analyze", "simulation of it", "session"],
 )
 def test_a_model_of_a_large_simulation_has_its_weights_as_long_as_it_lives(small_memory, use):
-    sim = QuantizationSimModel(stack(), DATA[0], threads=1)
-    sim.compute_encodings(DATA, progress=False)
+    sim = calibrated(QuantizationSimModel(stack(), DATA[0], threads=1), DATA)
     use(sim)
 
 
 def test_bias_correction_of_a_large_model_and_of_one_without_biases(small_memory):
     model = convolutions()
     data = [feeds_for(model, 0, n=3)]
-    sim = QuantizationSimModel(model, data[0], threads=1)
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(model, data[0], threads=1), data)
     assert len(apply_bias_correction(sim, data, progress=False).corrected) == 6
-    sim = QuantizationSimModel(stack(), DATA[0], threads=1)
-    sim.compute_encodings(DATA, progress=False)
+    sim = calibrated(QuantizationSimModel(stack(), DATA[0], threads=1), DATA)
     report = apply_bias_correction(sim, DATA, progress=False)
     assert not report.corrected and len(report.refused) == 6
 
@@ -210,8 +205,7 @@ def test_methods_choose_the_same_weights_in_files(tmp_path, monkeypatch):
 
 
 def test_a_replaced_weight_is_quantized_anew(small_memory):
-    sim = QuantizationSimModel(stack(), DATA[0], threads=1)
-    sim.compute_encodings(DATA, progress=False)
+    sim = calibrated(QuantizationSimModel(stack(), DATA[0], threads=1), DATA)
     before = sim.run(DATA[0])[0]
     weight = sim.constants["w0"]
     sim.set_parameter("w0", weight * 0.5)

@@ -20,6 +20,7 @@ from tests.onnx import faulty, flow
 from tests.onnx.nets import Net, feeds_for
 from tests.support import data as real
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 
 def divides() -> tuple[onnx.ModelProto, list[np.ndarray]]:
@@ -333,8 +334,7 @@ def test_a_batch_that_is_skipped_leaves_no_trace(scheme):
     model, batches = divides()
 
     def encodings(data, **more):
-        sim = QuantizationSimModel(model, batches[0], scheme)
-        sim.compute_encodings(data, **more)
+        sim = calibrated(QuantizationSimModel(model, batches[0], scheme), data, **more)
         return {name: site.encoding for name, site in sim.quantizers.items()}, sim.calibration_log
 
     clean, _ = encodings(batches[:2])
@@ -348,8 +348,7 @@ def test_clamped_encodings_do_not_depend_on_the_order_of_batches(scheme):
     model, batches = divides()
     found = []
     for data in (batches, batches[::-1]):
-        sim = QuantizationSimModel(model, batches[0], scheme)
-        sim.compute_encodings(data, non_finite="clamp")
+        sim = calibrated(QuantizationSimModel(model, batches[0], scheme), data, non_finite="clamp")
         found.append({name: site.encoding for name, site in sim.quantizers.items()})
         assert len(sim.calibration_log.clamped) == 2
     assert found[0] == found[1]
@@ -359,8 +358,7 @@ def test_clamped_encodings_do_not_depend_on_the_order_of_batches(scheme):
 def test_a_mask_does_not_stop_calibration():
     case = next(c for c in faulty.LOOK_ALIKES if c.name == "-inf mask before a softmax")
     model, batches = case.build()
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0]), batches)
     assert sim.calibrated and all(np.isfinite(s.encoding.scale).all() for s in sim.quantizers.values() if s.encoding)
 
 
@@ -378,8 +376,7 @@ def test_an_unknown_policy():
 def test_a_rule_gives_a_site_a_policy_of_its_own():
     model, batches = divides()
     rules = {"preset": "w8a8", "rules": [{"match": "tail", "all": {"non_finite": "clamp"}}]}
-    sim = QuantizationSimModel(model, batches[0], config_file=rules)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], config_file=rules), batches)
     assert sim.calibration_log.clamped == [2, 3]
 
 
@@ -407,8 +404,7 @@ def test_ctrl_c_keeps_the_batches_that_count():
     sim = QuantizationSimModel(model, batches[0])
     with pytest.raises(KeyboardInterrupt):
         sim.compute_encodings(feed(), non_finite="skip")
-    one = QuantizationSimModel(model, batches[0])
-    one.compute_encodings(batches[:1])
+    one = calibrated(QuantizationSimModel(model, batches[0]), batches[:1])
     assert {n: s.encoding for n, s in sim.quantizers.items()} == {n: s.encoding for n, s in one.quantizers.items()}
 
 

@@ -22,6 +22,7 @@ from bitwright.onnx.to_torch import as_torch
 from bitwright.recipes.site_cost import output_errors
 from bitwright.recipes.widen import ByTime, Neighbours, widen
 from tests.support.recurrent_nets import Variant, feeds, layer_model
+from tests.support.simulations import calibrated
 
 SHAPE = (2, 4, 12, 10)
 FEEDS = [{"x": np.random.default_rng(i).normal(size=SHAPE).astype(np.float32)} for i in range(2)]
@@ -43,8 +44,7 @@ def net(shape) -> onnx.ModelProto:
 
 
 def simulated(shape) -> OnnxSimulation:
-    sim = QuantizationSimModel(net(shape), FEEDS[0], config_file=rules_for("ort_cpu", None))
-    sim.compute_encodings(FEEDS, progress=False)
+    sim = calibrated(QuantizationSimModel(net(shape), FEEDS[0], config_file=rules_for("ort_cpu", None)), FEEDS)
     return OnnxSimulation(sim)
 
 

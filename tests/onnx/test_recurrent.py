@@ -26,6 +26,7 @@ from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.view import OnnxView
 from tests.support import data
 from tests.support.recurrent_nets import GATES, Variant, feeds, layer_model, native_outputs, run_model
+from tests.support.simulations import calibrated
 
 TYPES = tuple(CELLS)
 
@@ -119,8 +120,7 @@ def test_inner_names_that_are_taken():
     node.outputs[0].name, node.outputs[0].type = "rnn.cell", y.type
     model.graph.append(node)
     model.graph.outputs.append(node.outputs[0])
-    sim = QuantizationSimModel(model, feeds(Variant("LSTM")))
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, feeds(Variant("LSTM"))))
     assert sim.quantizers["rnn.cell"].inner == "cell" and len(sim.run(feeds(Variant("LSTM")))) == 4
 
 
@@ -250,8 +250,7 @@ def test_sqnr_of_an_lstm():
     for name in ("W", "R", "B"):
         value = model.graph.initializers[name]
         value.const_value = ir.Tensor(value.const_value.numpy() * np.float32(0.35), name=name)
-    sim = QuantizationSimModel(model, feeds(v), threads=1)
-    sim.compute_encodings([feeds(v, seed) for seed in range(4)])
+    sim = calibrated(QuantizationSimModel(model, feeds(v), threads=1), [feeds(v, seed) for seed in range(4)])
     found = [sqnr(a, b) for a, b in zip(run_model(model, feeds(v, 9)), sim.run(feeds(v, 9)), strict=True)]
     assert min(found) >= 30, found
 
@@ -267,8 +266,7 @@ def test_a_constant_start_counts_in_the_range_of_its_state():
             ir.Shape((1, 3, 5)),
         )
         model.graph.register_initializer(value)
-    sim = QuantizationSimModel(model, {"X": feeds(v)["X"]})
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, {"X": feeds(v)["X"]}))
     encoding = sim.quantizers["rnn.cell"].encoding
     assert encoding.scale * 32767 >= 8.99 and fake_quantize(np.float32([9.0]), encoding) == pytest.approx(9, abs=1e-3)
 
@@ -304,8 +302,7 @@ def test_a_layer_in_a_branch():
     graph = ir.Graph([x, choose], choice.outputs, nodes=[choice], opset_imports={"": 21}, name="net")
     model = ir.Model(graph, ir_version=10)
     given = [{**feeds(v, s), "choose": np.array(s % 2 == 0)} for s in range(4)]
-    sim = QuantizationSimModel(model, given[0], threads=1)
-    sim.compute_encodings(given)
+    sim = calibrated(QuantizationSimModel(model, given[0], threads=1), given)
     assert {"rnn.cell", "rnn_else.cell"} <= {s.name for s in sim.quantizers.values() if s.encoding is not None}
     for one in given:
         assert sqnr(run_model(model, one)[0], sim.run(one)[0]) > 28
@@ -445,8 +442,7 @@ def test_verify_lists_what_it_cannot_compare():
     same.outputs[0].name, same.outputs[0].type = "same_lengths", node.inputs[4].type
     model.graph.insert_before(node, same)
     node.replace_input_with(4, same.outputs[0])
-    sim = QuantizationSimModel(model, feeds(v), threads=1)
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, feeds(v), threads=1))
     report = sim.verify()
     assert "inside the body" in report.unchecked["rnn.update.pre"]
     assert report.ok == (min(report.outputs[0].as_float, report.outputs[0].as_integer) >= 60)

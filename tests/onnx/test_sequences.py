@@ -14,6 +14,7 @@ from bitwright.errors import ModelError
 from bitwright.onnx import QuantizationSimModel, check_model, fold_all_batch_norms
 from bitwright.runtimes.adapters import arrays_of
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, run
+from tests.support.simulations import calibrated
 
 TENSORS = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
 SCORES = helper.make_sequence_type_proto(helper.make_map_type_proto(INT64, helper.make_tensor_type_proto(FLOAT, [])))
@@ -107,8 +108,7 @@ def batches(count=4):
 def test_simulated_calibrated_exported_and_verified(build, tmp_path):
     proto, data = build(), batches()
     before = proto.SerializeToString()
-    sim = QuantizationSimModel(proto, data[0])
-    sim.compute_encodings(data)
+    sim = calibrated(QuantizationSimModel(proto, data[0]), data)
     assert proto.SerializeToString() == before
     for expected, found in zip(run(proto, data[0]), sim.run(data[0]), strict=True):
         assert type(expected) is type(found)
@@ -130,8 +130,7 @@ def test_simulated_calibrated_exported_and_verified(build, tmp_path):
 def test_types_with_maps_are_in_every_file_and_message(tmp_path):
     proto = classifier()
     scores = next(o for o in proto.graph.output if o.name == "scores")
-    sim = QuantizationSimModel(proto, batches()[0])
-    sim.compute_encodings(batches())
+    sim = calibrated(QuantizationSimModel(proto, batches()[0]), batches())
     sim.export(tmp_path, "model")
     for name in ("model.onnx", "model_float.onnx"):
         path = tmp_path / name
@@ -151,16 +150,14 @@ def test_the_default_recipe_runs_and_its_export_verifies(build, tmp_path):
 
 @pytest.mark.parametrize("build", (classifier, returns_a_sequence), ids=lambda b: b.__name__)
 def test_the_analysis_measures_the_numbers_in_them(build):
-    sim = QuantizationSimModel(build(), batches()[0])
-    sim.compute_encodings(batches())
+    sim = calibrated(QuantizationSimModel(build(), batches()[0]), batches())
     assert "dB" in str(bitwright.analyze(sim, batches()))
 
 
 @pytest.mark.parametrize("method", ("adaround", "gptq", "seq_mse", "bias_correction"))
 def test_weight_methods_on_a_sequence_and_a_map(method):
     for build in (returns_a_sequence, classifier):
-        sim = QuantizationSimModel(build(), batches()[0])
-        sim.compute_encodings(batches())
+        sim = calibrated(QuantizationSimModel(build(), batches()[0]), batches())
         if method == "bias_correction":
             bitwright.onnx.apply_bias_correction(sim, batches(), progress=False)
         else:
@@ -170,8 +167,7 @@ def test_weight_methods_on_a_sequence_and_a_map(method):
 
 
 def test_weight_only_models_are_compared_at_the_elements_of_a_sequence():
-    sim = QuantizationSimModel(returns_a_sequence(), batches()[0], preset="w8")
-    sim.compute_encodings(batches())
+    sim = calibrated(QuantizationSimModel(returns_a_sequence(), batches()[0], preset="w8"), batches())
     report = sim.verify()
     assert report.ok and [row.name for row in report.outputs] == ["both[0]", "both[1]"]
 

@@ -20,6 +20,7 @@ from bitwright.llm.packed import PackedWeight
 from bitwright.packed.layers import Fp8Linear, Grid, Int4WeightLinear, Int8WeightLinear, Parts, exact_products
 from bitwright.packed.pack import DOCUMENT, TENSORS, _digest
 from bitwright.torch import QuantizationSimModel, load_packed, pack
+from tests.support.simulations import calibrated
 
 
 class Residual(nn.Module):
@@ -39,9 +40,7 @@ class Residual(nn.Module):
 
 
 def simulated(model: nn.Module, x: torch.Tensor, preset: str = "w8a8") -> QuantizationSimModel:
-    sim = QuantizationSimModel(model.eval(), x, preset=preset)
-    sim.compute_encodings([x], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model.eval(), x, preset=preset), [x])
 
 
 def perceptron(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -86,9 +87,7 @@ def simulation(front: str, **options: Any) -> Any:
     """Calibrated."""
     data = batches(front)
     kind = bt.QuantizationSimModel if front == "torch" else bo.QuantizationSimModel
-    sim = kind(model(front), data[0], "mse", **options)
-    sim.compute_encodings(data, progress=False)
-    return sim
+    return calibrated(kind(model(front), data[0], "mse", **options), data)
 
 
 def accuracy(front: str, n: int = 400, seed: int = 7) -> Any:

@@ -24,6 +24,7 @@ from bitwright.precision.search import Explorer, mixed_precision
 from bitwright.recipes.site_cost import OutputErrors
 from tests.precision.nets import FRONTS
 from tests.precision.nets import simulation as quantized
+from tests.support.simulations import calibrated
 
 CANDIDATES = as_candidates(["w8a8", "w8a16", "w4a8", "w4a16"])
 
@@ -68,9 +69,7 @@ def data() -> list[Tensor]:
 
 def simulation(kind: type[nn.Module]) -> Any:
     torch.manual_seed(0)
-    sim = bt.QuantizationSimModel(kind().eval(), data()[0], "mse")
-    sim.compute_encodings(data(), progress=False)
-    return sim
+    return calibrated(bt.QuantizationSimModel(kind().eval(), data()[0], "mse"), data())
 
 
 def test_candidates_that_make_the_same_of_a_group_are_one() -> None:
@@ -226,8 +225,7 @@ def transposed(tied: bool) -> onnx.ModelProto:
 def opened(tied: bool) -> tuple[Subject, list[dict[str, Any]]]:
     rng = np.random.default_rng(1)
     data = [{"words": rng.integers(0, 12, (4, 6))} for _ in range(5)]
-    sim = QuantizationSimModel(transposed(tied), data[0])
-    sim.compute_encodings(data, progress=False)
+    sim = calibrated(QuantizationSimModel(transposed(tied), data[0]), data)
     return open_subject(sim), data
 
 

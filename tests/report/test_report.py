@@ -26,6 +26,7 @@ from bitwright.report.document import _histogram, in_order, level
 from bitwright.report.page import MAX_BYTES, page
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.support.reports import analysis, parts
+from tests.support.simulations import calibrated
 
 
 def data_of(html: str) -> dict:
@@ -49,8 +50,7 @@ def made(tmp_path_factory):
     """A simulation of either front end, and the torch one's export."""
     torch.manual_seed(0)
     folder, xs = tmp_path_factory.mktemp("report"), [torch.randn(4, 3, 8, 8) for _ in range(3)]
-    sim = TorchSim(Small().eval(), xs[0])
-    sim.compute_encodings(xs)
+    sim = calibrated(TorchSim(Small().eval(), xs[0]), xs)
     files = sim.export(folder / "one", "net")
     onnx = OnnxSim(files.float_model)
     feeds = [{onnx.graph.inputs[0]: x.numpy()} for x in xs]
@@ -263,8 +263,7 @@ def test_exports_are_compared_channel_by_channel(tmp_path):
     changed[np.abs(weight).max(1).argmin()] *= 1.01  # a channel within the widest range
     x = np.ones((2, 4), np.float32)
     for name, value in (("a", weight), ("b", weight), ("c", changed)):
-        sim = QuantizationSimModel(linear(value), x)
-        sim.compute_encodings([x])
+        sim = calibrated(QuantizationSimModel(linear(value), x), [x])
         sim.export(tmp_path / name, "net", samples=False)
     assert diff_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b")).equal
     found = diff_runs(read_run(tmp_path / "a"), read_run(tmp_path / "c"))

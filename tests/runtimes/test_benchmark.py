@@ -27,6 +27,7 @@ from bitwright.runtimes.benchmark import BenchmarkReport, FileCost, _notes
 from bitwright.runtimes.onnxruntime import Ran, profile
 from bitwright.runtimes.timing import Timing, interleaved, ratio
 from bitwright.torch import QuantizationSimModel, quantize
+from tests.support.simulations import calibrated
 
 
 def net() -> nn.Module:
@@ -67,8 +68,7 @@ def test_benchmark_of_a_folder_measures_both_files(folder: Path) -> None:
 
 
 def test_both_front_ends_measure_what_they_would_export(folder: Path) -> None:
-    sim = QuantizationSimModel(net(), BATCHES[0])
-    sim.compute_encodings(BATCHES)
+    sim = calibrated(QuantizationSimModel(net(), BATCHES[0]), BATCHES)
     for report in (
         sim.benchmark(threads=[1], rounds=2, target="packed"),
         OnnxSim(folder / "net.onnx").benchmark(threads=[1], rounds=2),
@@ -156,8 +156,7 @@ def test_a_suggestion_changes_one_thing_and_keeps_the_form_of_recurrent_layers(t
 
 def test_missing_file_and_missing_samples_are_errors(folder: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["benchmark", str(tmp_path / "nothing")]).exit_code == 2
-    sim = QuantizationSimModel(net(), BATCHES[0])
-    sim.compute_encodings(BATCHES)
+    sim = calibrated(QuantizationSimModel(net(), BATCHES[0]), BATCHES)
     sim.export(tmp_path, "net", BATCHES[0], samples=False)
     result = CliRunner().invoke(app, ["benchmark", str(tmp_path)])
     assert result.exit_code == 2 and "samples=True" in result.output

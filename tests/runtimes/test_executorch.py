@@ -18,6 +18,7 @@ from bitwright.export.files.onnx_file import load
 from bitwright.onnx.executorch import Program, open_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -39,8 +40,7 @@ class Net(nn.Module):
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, QuantizationSimModel, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
-    sim = QuantizationSimModel(Net().eval(), x)
-    sim.compute_encodings([x, torch.randn(4, 3, 8, 8)], progress=False)
+    sim = calibrated(QuantizationSimModel(Net().eval(), x), [x, torch.randn(4, 3, 8, 8)])
     folder = tmp_path_factory.mktemp("exported")
     sim.export(folder, "net", x)
     return folder, sim, x
@@ -79,8 +79,7 @@ def matmul(shape: int) -> onnx.ModelProto:
 
 def test_products_with_their_bias_are_linear_layers(tmp_path: Path) -> None:
     feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 4)).astype(np.float32)}
-    sim = OnnxSim(matmul(2), feeds)
-    sim.compute_encodings([feeds], progress=False)
+    sim = calibrated(OnnxSim(matmul(2), feeds), [feeds])
     path = sim.export(tmp_path, "net").qdq
     program = Program(load(path), feeds).eval()
     captured = torch.export.export(program, (torch.from_numpy(feeds["x"]),), strict=False)

@@ -13,6 +13,7 @@ from torch import nn
 
 from bitwright.errors import EncodingsError
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 from tests.support.stopping import stops
 
 
@@ -21,8 +22,7 @@ def main(work: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval()
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     old = sim.model(x)
     sim.save_checkpoint(work / "old")
     with torch.no_grad():

@@ -16,6 +16,7 @@ from bitwright.errors import ConfigError
 from bitwright.torch import QuantizationSimModel, export_adapters, load_adapter, merge_adapters, place_adapters
 from bitwright.torch.adapters import _check_base
 from tests.support.lora import Adapted, Multiplied, PeftLinear
+from tests.support.simulations import calibrated
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 RULES = [{"match": "*lora_*.second.*", "weight": {"format": "int8"}}]
@@ -26,9 +27,7 @@ def simulated(
 ) -> QuantizationSimModel:
     model = Adapted(kind).eval()
     model.add_adapter("first")
-    sim = QuantizationSimModel(model, X[:4], config_file={"preset": preset, "rules": rules or []})
-    sim.compute_encodings([X], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, X[:4], config_file={"preset": preset, "rules": rules or []}), [X])
 
 
 def weights_of(sim: QuantizationSimModel) -> dict[str, int]:

@@ -24,6 +24,7 @@ from bitwright.torch.calls.inputs import flatten_tensors, map_tensors, tensors_i
 from bitwright.torch.simulation import exported_program as decompositions
 from bitwright.torch.simulation import exported_program as translations
 from bitwright.torch.simulation.exported_program import by_registry, knows_steps, to_onnx
+from tests.support.simulations import calibrated
 from tests.support.zoo import ZOO, Call
 
 
@@ -91,8 +92,7 @@ def test_a_factor_of_one_that_the_exporter_removes(tmp_path: Path) -> None:
     """Two trained ranges would not be equal: the file would round twice what the simulation rounds after the product."""
     torch.manual_seed(0)
     x = torch.randn(64, 8)
-    sim = QuantizationSimModel(Wrapped(NEUTRAL["times-one"]).eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(Wrapped(NEUTRAL["times-one"]).eval(), x), [x])
     for site, factor in zip([s for s in sim.quantizers.values() if s.role == "output"], (0.8, 0.9), strict=False):
         site.encoding = replace(site.encoding, scale=site.encoding.scale * np.float32(factor))
     sim.export(tmp_path, "model", x)
@@ -326,8 +326,7 @@ def test_flex_attention_is_refused_and_the_remedy_works() -> None:
     x = torch.randn(1, 16, 16)
     with pytest.raises(ModelError, match=r"calls flex_attention.*Remedy: use F\.scaled_dot_product_attention"):
         QuantizationSimModel(Attention(True), x)
-    sim = QuantizationSimModel(Attention(False), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(Attention(False), x), [x])
     assert any(op.type == "Softmax" for op in sim.graph.ops)
 
 
@@ -394,8 +393,7 @@ def test_a_tuple_of_a_class_of_its_own_is_not_asked_for_its_length() -> None:
     assert map_tensors((held, B), lambda t: t)[0] is held
     model = torch.nn.Linear(4, 4)
     model.kind = OwnLength((1, -1))  # type: ignore[assignment]
-    sim = QuantizationSimModel(model, torch.randn(2, 4))
-    sim.compute_encodings([torch.randn(2, 4)], progress=False)
+    sim = calibrated(QuantizationSimModel(model, torch.randn(2, 4)), [torch.randn(2, 4)])
     assert sim.model(torch.randn(2, 4)).shape == (2, 4)
 
 
@@ -419,6 +417,5 @@ def test_fields_of_a_dataclass_are_read_where_they_are_stored() -> None:
     assert tensors_in(held)[0] is A
     model = torch.nn.Linear(4, 4)
     model.config = Guarded(3, torch.ones(1))  # type: ignore[assignment]
-    sim = QuantizationSimModel(model, torch.randn(2, 4))
-    sim.compute_encodings([torch.randn(2, 4)], progress=False)
+    sim = calibrated(QuantizationSimModel(model, torch.randn(2, 4)), [torch.randn(2, 4)])
     assert sim.model(torch.randn(2, 4)).shape == (2, 4)

@@ -17,6 +17,7 @@ from bitwright.cli import app
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 from bitwright.torch.captured import as_inputs, as_module, input_shapes, read_program
+from tests.support.simulations import calibrated
 
 DATA = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)]
 
@@ -61,8 +62,7 @@ def test_a_file_is_quantized_in_python_and_on_the_command_line(tmp_path: Path) -
     torch.export.save(free, path)
     assert input_shapes(read_program(path)) == [("x", "float32", (None, 3, 8, 8)), ("scale", "float32", ())]
     call = as_inputs(free, {"x": DATA[0].numpy(), "scale": np.float32(0.5).reshape(())})
-    sim = QuantizationSimModel(path, call)
-    sim.compute_encodings([call], progress=False)
+    sim = calibrated(QuantizationSimModel(path, call), [call])
     with torch.no_grad():
         assert torch.allclose(sim.model(DATA[0], scale=scale), net()(DATA[0], scale), atol=0.05)
 
@@ -156,8 +156,7 @@ def test_a_cast_with_a_layout_is_a_cast() -> None:
             whole = torch.ops.aten.to.dtype_layout(x.relu().round(), dtype=torch.int64, layout=torch.strided)
             return whole.to(torch.float32) @ torch.ones(8, 8)
 
-    sim = QuantizationSimModel(program(Cast().eval()), DATA[0], preset="w8a16")
-    sim.compute_encodings(DATA, progress=False)
+    sim = calibrated(QuantizationSimModel(program(Cast().eval()), DATA[0], preset="w8a16"), DATA)
     with torch.no_grad():
         assert torch.allclose(sim.model(DATA[0]), Cast()(DATA[0]), atol=0.01)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from bitwright.errors import ExportError
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 
 class Residual(nn.Module):
@@ -30,9 +31,7 @@ class Residual(nn.Module):
 @pytest.fixture(scope="module")
 def sim() -> QuantizationSimModel:
     torch.manual_seed(0)
-    found = QuantizationSimModel(Residual().eval(), torch.randn(1, 3, 8, 8))
-    found.compute_encodings([torch.randn(8, 3, 8, 8)])
-    return found
+    return calibrated(QuantizationSimModel(Residual().eval(), torch.randn(1, 3, 8, 8)), [torch.randn(8, 3, 8, 8)])
 
 
 def test_codes_are_stored_and_numbers_are_those_of_the_simulation(sim: QuantizationSimModel) -> None:
@@ -54,8 +53,7 @@ def test_codes_are_stored_and_numbers_are_those_of_the_simulation(sim: Quantizat
 
 
 def test_what_has_no_form_is_refused() -> None:
-    sim = QuantizationSimModel(nn.Linear(64, 4), torch.randn(2, 64), preset="w4g32")
-    sim.compute_encodings([torch.randn(2, 64)])
+    sim = calibrated(QuantizationSimModel(nn.Linear(64, 4), torch.randn(2, 64), preset="w4g32"), [torch.randn(2, 64)])
     with pytest.raises(ExportError, match="weight.*no operators for scales.*per tensor or per channel"):
         sim.exported_program()
 
@@ -70,8 +68,7 @@ def test_a_batch_of_free_length(sim: QuantizationSimModel) -> None:
 def test_steps_of_a_recurrent_layer_are_refused() -> None:
     """One operator of the program computes all steps: quantizers inside them have no place, and would be lost."""
     x = torch.randn(2, 5, 6)
-    sim = QuantizationSimModel(nn.Sequential(nn.LSTM(6, 8, batch_first=True)).eval(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(nn.Sequential(nn.LSTM(6, 8, batch_first=True)).eval(), x), [x])
     with pytest.raises(
         ExportError, match="inside the steps of a recurrent layer.*export ONNX, or leave the layer in float"
     ):
@@ -96,8 +93,7 @@ def test_executorch_takes_values_that_are_read_and_returned() -> None:
 
     torch.manual_seed(0)
     x = torch.randn(2, 8, 8, 8)
-    sim = QuantizationSimModel(Net().eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(Net().eval(), x), [x])
     lowered = to_edge_transform_and_lower(sim.exported_program(x), partitioner=[XnnpackPartitioner()])
     content = lowered.to_executorch().buffer
     loaded = Runtime.get().load_program(content)

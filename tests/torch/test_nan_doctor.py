@@ -17,6 +17,7 @@ from bitwright.core.health.report import HealthReport
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import QuantizationSimModel, check_model
 from tests.support.cost import calls_left, steps
+from tests.support.simulations import calibrated
 
 NAN, INF = math.nan, math.inf
 
@@ -346,8 +347,7 @@ def test_a_loop_of_many_steps_is_followed_in_linear_time() -> None:
 
 
 def test_a_simulated_model_can_be_checked() -> None:
-    sim = QuantizationSimModel(Net(lambda net, x: net.out(torch.relu(net.fc(x)))), batches()[0])
-    sim.compute_encodings(batches())
+    sim = calibrated(QuantizationSimModel(Net(lambda net, x: net.out(torch.relu(net.fc(x)))), batches()[0]), batches())
     before = sim.model(torch.ones(1, 8))
     assert check_model(sim.model, batches()).ok
     assert torch.equal(sim.model(torch.ones(1, 8)), before)
@@ -410,8 +410,7 @@ def test_skip_equals_calibration_without_the_batch(scheme: str, how: str, caplog
 
 def test_clamp_takes_what_is_finite() -> None:
     data = _spoilt()
-    sim = _simulation()
-    sim.compute_encodings(data, non_finite="clamp")
+    sim = calibrated(_simulation(), data, non_finite="clamp")
     assert sim.calibration_log is not None and sim.calibration_log.clamped == [1]
     finite = torch.cat([x.flatten() for x in data]).nan_to_num()
     step = float(sim.quantizers["fc.input[0]"].encoding.scale)
@@ -424,15 +423,13 @@ def test_the_order_of_batches_does_not_matter(policy: Any) -> None:
     data = _spoilt()
     found = []
     for order in ([0, 1, 2], [1, 0, 2], [2, 0, 1]):
-        sim = _simulation()
-        sim.compute_encodings([data[i] for i in order], non_finite=policy)
+        sim = calibrated(_simulation(), [data[i] for i in order], non_finite=policy)
         found.append(_encodings(sim))
     assert found[0] == found[1] == found[2]
 
 
 def test_harmless_values_do_not_stop_calibration() -> None:
-    sim = _simulation(lambda net, x: net.out(torch.where(x > 0, net.fc(x) + torch.log(x), x)))
-    sim.compute_encodings(batches())
+    sim = calibrated(_simulation(lambda net, x: net.out(torch.where(x > 0, net.fc(x) + torch.log(x), x))), batches())
     assert sim.calibration_log is not None and sim.calibration_log.clamped == [0, 1]
     assert torch.isfinite(sim.model(batches()[0])).all()
 

@@ -13,6 +13,7 @@ from bitwright.methods.rounding.program import Program, Step, run
 from bitwright.torch import QuantizationSimModel, apply_gptq
 from bitwright.torch.calls.inputs import flatten_tensors
 from bitwright.torch.program import TorchSimulation
+from tests.support.simulations import calibrated
 from tests.support.zoo import ZOO, Case
 from tests.torch.test_hard_models import example, simulated
 
@@ -106,8 +107,7 @@ FOUND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_a_size_that_the_model_read_holds_where_quantizers_would_find_other_rows(find):
     torch.manual_seed(0)
     model, batches = Rows(find).eval(), [torch.randn(3, 12, 8) for _ in range(3)]
-    sim = QuantizationSimModel(model, batches[0], default_param_bw=2, default_output_bw=4)
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches[0], default_param_bw=2, default_output_bw=4), batches)
     adapter = TorchSimulation(sim)
     for batch in batches:
         expected = model(batch)[1].detach()
@@ -137,8 +137,7 @@ class RuleMask(torch.nn.Module):
 def test_a_mask_that_vmap_makes_is_a_constant_of_its_run() -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(2, 6, 8), torch.randint(0, 2, (2, 6))) for _ in range(3)]
-    sim = QuantizationSimModel(RuleMask().eval(), batches[0], default_param_bw=4)
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(RuleMask().eval(), batches[0], default_param_bw=4), batches)
     adapter = TorchSimulation(sim)
     for batch in batches:
         with torch.no_grad():
@@ -159,8 +158,7 @@ class ThroughAView(torch.nn.Module):
 
 def test_a_tensor_changed_through_a_view_is_refused() -> None:
     x = torch.randn(8, 4)
-    sim = QuantizationSimModel(ThroughAView(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(ThroughAView(), x), [x])
     with pytest.raises(ModelError, match="repeated one by one, give another output.*through views"):
         apply_gptq(sim, [x])
 

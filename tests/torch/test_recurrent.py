@@ -29,6 +29,7 @@ from tests.support import data
 from tests.support.cost import steps
 from tests.support.recurrent_zoo import RECURRENT_ZOO, Recurrent, Stateful
 from tests.support.sessions import integer_session
+from tests.support.simulations import calibrated
 
 INPUTS, HIDDEN = 3, 4
 KINDS: dict[str, Callable[..., nn.Module]] = {
@@ -132,8 +133,7 @@ def gradients(module: nn.Module, example: tuple[Any, ...]) -> list[Tensor]:
 @given(variants, st.booleans())
 def test_with_all_quantizers_off_it_is_the_fused_operator(variant: Variant, train: bool) -> None:
     module = variant.build().train(train)
-    sim = QuantizationSimModel(module, variant.example())
-    sim.compute_encodings([variant.example()])
+    sim = calibrated(QuantizationSimModel(module, variant.example()), [variant.example()])
     sim.quantizers["*"].enabled = False
     expected, found = gradients(module, variant.example(1)), gradients(sim.model, variant.example(1))
     for a, b in zip(expected, found, strict=True):
@@ -219,9 +219,7 @@ def test_with_quantizers_it_is_the_equations_with_grids_between(kind, step, pres
 
 
 def simulated(module: nn.Module, *batches: Any, **options: Any) -> QuantizationSimModel:
-    sim = QuantizationSimModel(module, batches[0], **options)
-    sim.compute_encodings(list(batches))
-    return sim
+    return calibrated(QuantizationSimModel(module, batches[0], **options), list(batches))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
@@ -342,8 +340,7 @@ def test_cells_in_a_loop_share_their_sites_over_time(kind: str, cell: Callable[.
     stacked = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[kind](3, 4)
     stacked.load_state_dict({f"{n}_l0": p for n, p in model.cell.state_dict().items()})
     x = torch.randn(30, 2, 3)
-    other = QuantizationSimModel(stacked, x)
-    other.compute_encodings([x])
+    other = calibrated(QuantizationSimModel(stacked, x), [x])
     for name, site in sim.quantizers.items():  # on the same grids the loop is the layer
         inner = name.removeprefix("cell.")
         where = f"{inner}_l0" if inner.startswith("weight") else f"l0.forward.{inner}"
@@ -699,8 +696,7 @@ def language_model(preset: str, **rules: object) -> tuple[nn.Module, Quantizatio
     """The character model and its simulation, calibrated on 64 rows of 128 characters."""
     model, text = data.trained("lstm_char"), data.shakespeare("train")
     batches = list(text[: 4 * 16 * 128].view(4, 16, 128))
-    sim = QuantizationSimModel(model, batches[0], preset=preset, config_file=rules or None)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset=preset, config_file=rules or None), batches)
     return model, sim
 
 
@@ -755,8 +751,7 @@ def test_eight_bits_keep_thirty_decibels(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model = make()
     batches = [torch.randn(50, 8, 32) for _ in range(4)]
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(batches[:3])
+    sim = calibrated(QuantizationSimModel(model, batches[0]), batches[:3])
     with torch.no_grad():
         assert sqnr(model(batches[3])[0].numpy(), sim.model(batches[3])[0].numpy()) > 30
 
@@ -810,8 +805,7 @@ def test_files_run_at_any_length_and_batch(form: str, granularity: str, tmp_path
     torch.manual_seed(0)
     rules = {"rules": [{"op": ["LSTM"], "weight": {"granularity": granularity}}]}
     x = torch.randn(6, 3, 5)
-    sim = QuantizationSimModel(nn.LSTM(5, 8, 2, bidirectional=True), x, config_file=rules)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(nn.LSTM(5, 8, 2, bidirectional=True), x, config_file=rules), [x])
     auto = torch.export.Dim.AUTO
     files = sim.export(tmp_path, "net", dynamic_shapes={"input": {0: auto, 1: auto}}, recurrent=form)
     kinds = {node.op_type for node in ir.load(files.qdq).graph}
@@ -826,8 +820,7 @@ def test_files_run_at_any_length_and_batch(form: str, granularity: str, tmp_path
 
 def test_encodings_name_gates_and_directions(tmp_path: Path) -> None:
     x = torch.randn(6, 3, 5)
-    sim = QuantizationSimModel(nn.GRU(5, 8, bidirectional=True), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(nn.GRU(5, 8, bidirectional=True), x), [x])
     for version in ("0.6.1", "2.0.0"):
         files = sim.export(tmp_path / version, "net", encoding_version=version)
         text = files.encodings.read_text()

@@ -12,6 +12,7 @@ from torch import nn
 
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.randint(0, 64, (1, 6), generator=torch.Generator().manual_seed(0))
@@ -33,8 +34,7 @@ def llama() -> Any:
 
 def test_the_weights_on_their_grids_are_written(llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its float weights were, in silence."""
-    sim = QuantizationSimModel(llama, {"input_ids": IDS}, preset="w4g32")
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(llama, {"input_ids": IDS}, preset="w4g32"))
     sim.model.save_pretrained(tmp_path / "quantized")
     assert "weights as the simulation computes with them" in caplog.text
     with torch.no_grad():
@@ -61,8 +61,7 @@ def test_what_no_state_dict_can_hold_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ (self.w * 2)
 
-    sim = QuantizationSimModel(Computed(), torch.randn(2, 4), preset="w4")
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(Computed(), torch.randn(2, 4), preset="w4"))
     with pytest.raises(ModelError, match="computed of parameters in every run.*sim.export"):
         sim.dequantized_state_dict()
 

@@ -36,6 +36,7 @@ from bitwright.export.samples import read_samples
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import open_file
 from bitwright.torch import quantize
+from tests.support.simulations import calibrated
 
 
 def images(count: int = 3, rows: int = 8, size: int = 12, channels: int = 3) -> list[torch.Tensor]:
@@ -172,8 +173,7 @@ def test_what_is_repeated_for_every_row_keeps_its_other_lengths(tmp_path: Path) 
 
 def test_onnx_models_and_the_format_option(folder: Path, tmp_path: Path) -> None:
     _, inputs, _ = read_samples(folder / "net_samples.npz")
-    sim = OnnxSim(folder / "net_float.onnx")
-    sim.compute_encodings([inputs])
+    sim = calibrated(OnnxSim(folder / "net_float.onnx"), [inputs])
     files = sim.export(tmp_path, "net", format="tflite")
     assert files.tflite == tmp_path / "net.tflite" and files.tflite in files.files
     assert verify_folder(tmp_path, runtime="litert").ok
@@ -193,8 +193,7 @@ def test_an_input_that_is_returned_as_it_is_has_one_name(folder: Path, tmp_path:
     _, inputs, _ = read_samples(folder / "net_samples.npz")
     rows = len(next(iter(inputs.values())))
     given = {**inputs, "tag": np.arange(4 * rows, dtype=np.float32).reshape(rows, 4)}
-    sim = OnnxSim(model)
-    sim.compute_encodings([given])
+    sim = calibrated(OnnxSim(model), [given])
     sim.export(tmp_path, "net", format="tflite")
     session = open_file("litert", tmp_path / "net.tflite")
     assert np.array_equal(session.run(given)["tag"], given["tag"])
@@ -215,8 +214,7 @@ def test_commands(folder: Path, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_litert_file_says_how_to_get_one(folder: Path, tmp_path: Path) -> None:
     _, inputs, _ = read_samples(folder / "net_samples.npz")
-    sim = OnnxSim(folder / "net_float.onnx")
-    sim.compute_encodings([inputs])
+    sim = calibrated(OnnxSim(folder / "net_float.onnx"), [inputs])
     sim.export(tmp_path, "net")
     with pytest.raises(ExportError, match="no LiteRT file net.tflite.*target='litert'"):
         verify_folder(tmp_path, runtime="litert")

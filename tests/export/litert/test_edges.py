@@ -18,6 +18,7 @@ from bitwright.export.targets import rules_for
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import flat_edges
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 interpreter = pytest.importorskip("ai_edge_litert.interpreter")
 Array = np.ndarray[Any, Any]
@@ -41,9 +42,7 @@ def normalized(frames: Array, mean: Any = MEAN, std: Any = STD) -> torch.Tensor:
 def simulated(x: torch.Tensor, preset: str = "w8a8") -> QuantizationSimModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 4)).eval()
-    sim = QuantizationSimModel(model, x, preset=preset, config_file=rules_for("litert", None, preset))
-    sim.compute_encodings([x], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, x, preset=preset, config_file=rules_for("litert", None, preset)), [x])
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +114,7 @@ def test_pixels_that_are_codes_cost_nothing(frames: Array, tmp_path: Path) -> No
 
 def test_the_same_of_an_onnx_file(sim: Any, plain: Any, frames: Array, tmp_path: Path) -> None:
     x = normalized(frames).numpy()
-    other = OnnxSim(str(plain.float_model), x, config_file=rules_for("litert", None, "w8a8"))
-    other.compute_encodings([x], progress=False)
+    other = calibrated(OnnxSim(str(plain.float_model), x, config_file=rules_for("litert", None, "w8a8")), [x])
     asked = {"mean": MEAN, "std": STD, "layout": "NHWC"}
     exported = other.export(tmp_path, "m", target="litert", io="uint8", normalize=asked)
     assert answer(exported, frames).dtype == np.uint8

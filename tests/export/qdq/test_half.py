@@ -19,6 +19,7 @@ from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel as TorchSim
+from tests.support.simulations import calibrated
 
 FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
@@ -124,8 +125,7 @@ def test_calibration_leaves_values_beyond_half_precision_in_float(front: str, tm
     model, small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(2, 8)
     batches = [small, 1e6 * torch.randn(2, 8)]
     if front == "torch":
-        sim: Any = TorchSim(model, small, preset="fp16")
-        sim.compute_encodings(batches, progress=False)
+        sim: Any = calibrated(TorchSim(model, small, preset="fp16"), batches)
         exported = sim.export(tmp_path, "m", small)
     else:
         sim = OnnxSim(exported_float(model, small, tmp_path / "f.onnx"), small.numpy(), preset="fp16")
@@ -156,8 +156,7 @@ def test_the_float_rest_of_an_integer_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Small().eval(), torch.randn(4, 3, 8, 8)
     rules = {"preset": "w8a8", "rules": [{"match": "fc", "weight": None, "output": None, "input": None}]}
-    sim = TorchSim(model, x, config_file=rules)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(TorchSim(model, x, config_file=rules), [x])
     whole, half = (sim.export(tmp_path / str(rest), "m", x, rest=rest) for rest in (None, "float16"))
     kinds = {one.name: one.data_type for one in onnx.load(half.qdq).graph.initializer}
     assert [kind for name, kind in kinds.items() if name.startswith("fc.weight")] == [FLOAT16]
@@ -172,8 +171,7 @@ def test_inputs_and_outputs_in_half_precision(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Small().eval(), torch.randn(4, 3, 8, 8)
     for preset in ("fp16", "w8a8"):
-        sim = TorchSim(model, x, preset=preset)
-        sim.compute_encodings([x], progress=False)
+        sim = calibrated(TorchSim(model, x, preset=preset), [x])
         both = sim.export(tmp_path / preset, "m", x, io="float16")
         assert ends(both.qdq) == [FLOAT16, FLOAT16]
         assert verify_folder(tmp_path / preset).ok
@@ -183,8 +181,7 @@ def test_inputs_and_outputs_in_half_precision(tmp_path: Path) -> None:
 
 def test_wrong_types_are_refused(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4)
-    sim = TorchSim(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(TorchSim(model, x), [x])
     with pytest.raises(ConfigError, match="'float8' is not a type of floats that a file can have"):
         sim.export(tmp_path, "m", x, rest="float8")
     with pytest.raises(ConfigError, match="bfloat16 and float16 are asked for at once"):
@@ -202,7 +199,6 @@ def test_activations_of_a_half_model_are_not_quantized_again_by_a_default_sessio
     batches = [torch.randn(2, 4, 16).half() for _ in range(3)]
     source = tmp_path / "half.onnx"
     torch.onnx.export(model, (batches[0],), source, opset_version=17, dynamo=False)
-    sim = OnnxSim(source, batches[0].numpy())
-    sim.compute_encodings([batch.numpy() for batch in batches], progress=False)
+    sim = calibrated(OnnxSim(source, batches[0].numpy()), [batch.numpy() for batch in batches])
     report = sim.verify(batches[2].numpy())
     assert report.ok and all(row.as_integer.equal > 0.99 for row in report.rows), str(report)

@@ -25,6 +25,7 @@ from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate
 from tests.support.sessions import integer_session
+from tests.support.simulations import calibrated
 
 INT64 = ir.DataType.INT64
 IDS = np.array([[3, 0, -1], [5, 5, 2]])
@@ -165,8 +166,7 @@ class Language(nn.Module):
 def exported(tmp_path: Path, preset: str, tied: bool, **options: Any) -> tuple[Any, torch.Tensor, QuantizationSimModel]:
     torch.manual_seed(0)
     ids = torch.randint(0, 97, (2, 8))
-    sim = QuantizationSimModel(Language(tied).eval(), ids, preset=preset)
-    sim.compute_encodings([ids])
+    sim = calibrated(QuantizationSimModel(Language(tied).eval(), ids, preset=preset), [ids])
     return sim.export(tmp_path, "net", ids, **options), ids, sim
 
 
@@ -206,8 +206,7 @@ def language_model(tied: bool) -> ir.Model:
 @pytest.mark.parametrize("preset", ["w8a8", "w8a8_per_tensor", "w4a8", "w4", "w4g32", "w8", "w4lpbq", "fp8"])
 def test_language_models_of_onnx(tmp_path: Path, preset: str, tied: bool) -> None:
     feeds = {"ids": np.random.default_rng(1).integers(0, 97, (2, 8))}
-    sim = OnnxSim(language_model(tied), preset=preset)
-    sim.compute_encodings([feeds])
+    sim = calibrated(OnnxSim(language_model(tied), preset=preset), [feeds])
     sim.export(tmp_path, "net")
     if preset != "fp8":  # Gather of float8 is no form of ONNX
         shows_no_whole_table(tmp_path / "net.onnx")
@@ -223,8 +222,7 @@ def test_language_models_of_onnx(tmp_path: Path, preset: str, tied: bool) -> Non
 
 @pytest.mark.parametrize("preset", ["w8a8", "w4a8", "w8a8_per_tensor"])
 def test_a_shared_table_is_stored_once(tmp_path: Path, preset: str) -> None:
-    sim = OnnxSim(language_model(True), preset=preset)
-    sim.compute_encodings([{"ids": np.arange(12).reshape(2, 6)}])
+    sim = calibrated(OnnxSim(language_model(True), preset=preset), [{"ids": np.arange(12).reshape(2, 6)}])
     sim.export(tmp_path, "net")
     model = ir.load(tmp_path / "net.onnx")
     held = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
@@ -233,8 +231,7 @@ def test_a_shared_table_is_stored_once(tmp_path: Path, preset: str) -> None:
 
 def written(tmp_path: Path) -> tuple[onnx.ModelProto, OnnxSim]:
     """An export's file, to be changed."""
-    sim = OnnxSim(language_model(False))
-    sim.compute_encodings([{"ids": np.arange(12).reshape(2, 6)}])
+    sim = calibrated(OnnxSim(language_model(False)), [{"ids": np.arange(12).reshape(2, 6)}])
     sim.export(tmp_path, "net")
     return onnx.load(tmp_path / "net.onnx"), sim
 

@@ -17,6 +17,7 @@ from bitwright.compare.verify import verify_folder
 from bitwright.errors import ConfigError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -33,8 +34,7 @@ class Net(nn.Module):
 def simulated(shape: tuple[int, ...], preset: str) -> tuple[QuantizationSimModel, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(*shape)
-    sim = QuantizationSimModel(Net().eval(), x, preset=preset)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(Net().eval(), x, preset=preset), [x])
     return sim, x
 
 

@@ -21,6 +21,7 @@ from bitwright.llm.files.compressed_tensors import pack_int32, unpack_int32
 from bitwright.llm.packed import signed
 from bitwright.torch import QuantizationSimModel
 from tests.llm.models import greedy, prompts, tiny, weight_only
+from tests.support.simulations import calibrated
 
 SPECS = {
     "int4-g32": PRESETS["w4g32"].weight,
@@ -132,9 +133,7 @@ def _with_inputs(model, weight, inputs, symmetry):
             Rule("model.embed_tokens", quantized=False),
         ]
     )
-    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=rules)
-    sim.compute_encodings([prompts(8, 12)], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=rules), [prompts(8, 12)])
 
 
 INPUTS = {
@@ -211,8 +210,7 @@ def test_scales_of_the_cache_are_stored(name, kind, tmp_path):
 
 
 def test_activations_that_files_cannot_say_are_refused(tmp_path):
-    sim = QuantizationSimModel(tiny(LlamaConfig), {"input_ids": prompts(1)}, preset="w8a8")
-    sim.compute_encodings([prompts()], progress=False)
+    sim = calibrated(QuantizationSimModel(tiny(LlamaConfig), {"input_ids": prompts(1)}, preset="w8a8"), [prompts()])
     with pytest.raises(
         ConfigError, match=r"embed_tokens.output\[0\]: the simulation quantizes this output.*Rule\('\*'"
     ):

@@ -39,6 +39,7 @@ from bitwright.llm.files.gguf_blocks import BLOCKS, Reader, from_blocks, to_bloc
 from bitwright.llm.packed import signed
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
 from tests.llm.models import TOKENS, greedy, llama_cpp, prompts, tiny, weight_only, write_tokenizer
+from tests.support.simulations import calibrated
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -168,8 +169,7 @@ def test_llama_cpp_generates_what_a_simulation_of_its_inputs_generates(name, tmp
     inputs = dynamic_spec("int8", PerToken(size), scale_format=SCALE_FORMATS[scales])
     rules = make_rules(None, Preset(spec, inputs)).extended([Rule("role:embedding", quantized=False),
                                                              Rule("role:lm_head", quantized=False)])  # fmt: skip
-    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=rules)
-    sim.compute_encodings(progress=False)
+    sim = calibrated(QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=rules))
     write_simulation(tmp_path / "out", sim, to="gguf", tokenizer=write_tokenizer(tmp_path))
     tokens, first = llama_cpp(tmp_path / "out/model.gguf", prompts().tolist())
     assert (tokens == greedy(sim.model, prompts())).sum(1).min() >= 30
@@ -180,8 +180,7 @@ def test_llama_cpp_generates_what_a_simulation_of_its_inputs_generates(name, tmp
 
 def test_inputs_that_llama_cpp_does_not_compute_are_refused(tmp_path):
     preset = Preset(SPECS["Q4_0"], dynamic_spec("int8"))
-    sim = QuantizationSimModel(_model("llama"), {"input_ids": prompts(1)}, preset=preset)
-    sim.compute_encodings(progress=False)
+    sim = calibrated(QuantizationSimModel(_model("llama"), {"input_ids": prompts(1)}, preset=preset))
     with pytest.raises(ExportError, match="rounds inputs of Q4_0 layers to int8 in blocks of 32 with float16 scales"):
         write_simulation(tmp_path, sim, to="gguf")
 

@@ -20,6 +20,7 @@ from bitwright.llm import FILE_FORMATS, FloatWeight, PackedWeight, read_checkpoi
 from bitwright.llm.files.common import Shards, StoredTensors, as_stored
 from bitwright.torch import QuantizationSimModel
 from tests.llm.models import tiny
+from tests.support.simulations import calibrated
 
 CONFIG = tiny(LlamaConfig).config.to_dict()
 
@@ -104,8 +105,7 @@ def test_shards_are_named_by_an_index(tmp_path):
 
 
 def test_a_model_without_configuration_names_the_other_call(tmp_path):
-    sim = QuantizationSimModel(torch.nn.Linear(32, 32), torch.randn(2, 32), preset="w4g32")
-    sim.compute_encodings(progress=False)
+    sim = calibrated(QuantizationSimModel(torch.nn.Linear(32, 32), torch.randn(2, 32), preset="w4g32"))
     with pytest.raises(ModelError, match=r"Linear: it has no configuration of transformers.*write_checkpoint\("):
         write_simulation(tmp_path, sim)
     write_checkpoint(tmp_path, [FloatWeight("a.weight", torch.zeros(2))], {"model_type": "own"})

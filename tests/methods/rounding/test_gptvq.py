@@ -25,6 +25,7 @@ from bitwright.methods.rounding.gptvq import (
     stored_by_vectors,
 )
 from tests.conformance.test_reconstruct import exported
+from tests.support.simulations import calibrated
 
 VECTORS = {"vector": 2, "entries": 16}
 
@@ -201,8 +202,7 @@ def test_a_file_gets_codebook_weights_by_a_recipe(tmp_path: Path):
 
 
 def test_with_quantized_activations_files_hold_integers(tmp_path: Path):
-    sim = torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset="w8a8")
-    sim.compute_encodings(batches(), progress=False)
+    sim = calibrated(torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset="w8a8"), batches())
     torch_front.apply_reconstruction(sim, batches(), "gptvq", progress=False, **VECTORS)
     made = sim.export(tmp_path, "model", batches()[0])
     ops = [node.op_type for node in onnx.load(made.qdq).graph.node]
@@ -230,7 +230,6 @@ def test_encodings_keep_vectors():
     ],
 )
 def test_what_cannot_be_stored_by_vectors_is_refused(preset: str, options: dict[str, Any], message: str):
-    sim = torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset=preset)
-    sim.compute_encodings(progress=False)
+    sim = calibrated(torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset=preset))
     with pytest.raises(ConfigError, match=message):
         torch_front.apply_reconstruction(sim, batches(), **{"method": "gptvq", "progress": False, **options})

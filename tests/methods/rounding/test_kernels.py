@@ -36,6 +36,7 @@ from bitwright.methods.rounding.refit import _system, refitted
 from bitwright.methods.rounding.seq_mse import Settings as SeqMseSettings
 from bitwright.methods.rounding.seq_mse import _within_blocks
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
+from tests.support.simulations import calibrated
 
 
 def problem(groups: int = 1, rows: int = 8, inputs: int = 24, samples: int = 200):
@@ -587,8 +588,7 @@ def test_methods_gain_on_real_zero_points_and_keep_them_in_a_cache(tmp_path, met
     model = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 6)).eval()
     found, wanted = [], model(x).detach()
     for folder in (None, tmp_path, tmp_path):
-        sim = QuantizationSimModel(model, x[:2], preset="w3g32_float_zero")
-        sim.compute_encodings()
+        sim = calibrated(QuantizationSimModel(model, x[:2], preset="w3g32_float_zero"))
         nearest = sim.model(x).detach()
         options = {"iterations": 200} if method == "adaround" else {}
         apply_reconstruction(sim, [x], method, progress=False, cache_dir=folder, **options)
@@ -603,8 +603,7 @@ def test_methods_gain_on_real_zero_points_and_keep_them_in_a_cache(tmp_path, met
 
 
 def test_zeros_are_refused_where_zero_may_have_no_code():
-    sim = QuantizationSimModel(nn.Linear(32, 4), torch.randn(2, 32), preset="w4_float_zero")
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(nn.Linear(32, 4), torch.randn(2, 32), preset="w4_float_zero"))
     with pytest.raises(ConfigError, match="may have no code for zero.*asymmetric"):
         apply_reconstruction(sim, [torch.randn(64, 32)], "gptq", progress=False, sparsity=0.5)
 
@@ -707,8 +706,7 @@ def test_a_refitted_grid_is_in_effect_and_never_worse(method, preset):
     model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 32)).eval()
     errors = []
     for refit in (0, 3):
-        sim = QuantizationSimModel(model, x[:2], preset=replace(find_preset(preset), activation=None))
-        sim.compute_encodings()
+        sim = calibrated(QuantizationSimModel(model, x[:2], preset=replace(find_preset(preset), activation=None)))
         before = sim.quantizers["0.weight"].encoding
         report = apply_reconstruction(sim, [x], method, progress=False, include=["0"], refit=refit)
         after, w = sim.quantizers["0.weight"].encoding, sim.model.get_parameter("0.weight").detach()
@@ -724,8 +722,7 @@ def test_grids_of_up_to_four_bits_are_refitted_by_default(method, preset, moves)
     torch.manual_seed(0)
     x = torch.randn(256, 64)
     model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 32)).eval()
-    sim = QuantizationSimModel(model, x[:2], preset=replace(find_preset(preset), activation=None))
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, x[:2], preset=replace(find_preset(preset), activation=None)))
     before = sim.quantizers["0.weight"].encoding
     apply_reconstruction(sim, [x], method, progress=False, include=["0"])
     assert np.array_equal(before.scale, sim.quantizers["0.weight"].encoding.scale) != moves

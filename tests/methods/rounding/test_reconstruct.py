@@ -26,6 +26,7 @@ from bitwright.methods.rounding.reconstruct import BlockProblem, Settings, optim
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
 from bitwright.torch.program import TorchSimulation
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 METHODS = {
     "adaround": {"iterations": 300},
@@ -116,8 +117,7 @@ def test_weights_of_every_format_are_chosen(preset, method):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     batches = list((torch.randn(256, 64) @ torch.randn(64, 64)).split(64))
-    sim = QuantizationSimModel(model, batches[0], preset=replace(find_preset(preset), activation=None))
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset=replace(find_preset(preset), activation=None)))
     with torch.no_grad():
         wanted = [model(x) for x in batches]
         before = sum(float((sim.model(x) - y).square().mean()) for x, y in zip(batches, wanted, strict=True))
@@ -198,8 +198,7 @@ def test_a_layer_takes_the_function_behind_it_along():
 def test_what_stands_behind_a_layer_and_is_no_function_of_one_number_is_left_out():
     torch.manual_seed(0)
     model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 5, 1), nn.Flatten())
-    sim = QuantizationSimModel(model, data()[0], preset="w4a8")
-    sim.compute_encodings(data())
+    sim = calibrated(QuantizationSimModel(model, data()[0], preset="w4a8"), data())
     report = apply_reconstruction(sim, data(), "brecq", iterations=50)
     assert [row.layer for row in report] == ["1"] and report.gain <= 1
 
@@ -524,8 +523,7 @@ class Tied(nn.Module):
 
 def test_layers_that_cannot_be_treated_are_listed(caplog):
     tokens = torch.arange(24).reshape(4, 6) % 12
-    sim = QuantizationSimModel(Tied(), tokens, preset="w4")
-    sim.compute_encodings([tokens])
+    sim = calibrated(QuantizationSimModel(Tied(), tokens, preset="w4"), [tokens])
     report = apply_reconstruction(sim, [tokens], "gptq")
     assert report.skipped["embedding"] == "Embedding is not a matrix product of its input"
     assert report.skipped["out"] == "its weight is also read by embedding, which would change with it"
@@ -546,8 +544,7 @@ def test_recurrent_layers_are_two_products(tmp_path):
     torch.manual_seed(0)
     model = nn.LSTM(6, 8, batch_first=True)
     batches = list(torch.randn(4, 8, 12, 6))
-    sim = QuantizationSimModel(model, batches[0], preset="w4a16")
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset="w4a16"), batches)
     held = torch.randn(16, 12, 6)
     expected = model(held)[0]
     before = (sim.model(held)[0] - expected).square().mean()
@@ -564,8 +561,7 @@ def test_cost_is_linear_in_depth():
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth)))
         batches = [torch.randn(8, 3)]
-        sim = QuantizationSimModel(model, batches[0], preset="w4a8")
-        sim.compute_encodings(batches)
+        sim = calibrated(QuantizationSimModel(model, batches[0], preset="w4a8"), batches)
         return steps(lambda: apply_reconstruction(sim, batches, "gptq", progress=False))
 
     assert cost(40) < 2.3 * cost(20)
@@ -578,8 +574,7 @@ def test_what_is_held_in_memory_is_bounded_without_a_word(monkeypatch):
     real = rounding.Store
     monkeypatch.setattr(rounding, "Store", lambda *arguments: given.append(arguments) or real(*arguments))
     model, batches = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), [torch.randn(32, 4)]
-    sim = QuantizationSimModel(model, batches[0], preset="w4a8")
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset="w4a8"), batches)
     apply_reconstruction(sim, batches, "gptq")
     apply_reconstruction(sim, batches, "gptq", memory_budget=100)
     assert given == [(rounding.MEMORY_BUDGET, None), (100, None)]

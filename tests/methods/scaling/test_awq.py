@@ -32,6 +32,7 @@ from bitwright.torch import TorchView, awq_model
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from tests.methods.transformer import Decoder, tokens
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
@@ -203,8 +204,7 @@ def test_scaling_helps_the_simulation_of_the_whole_model():
     wanted = model(x).detach()
 
     def error(m):
-        sim = QuantizationSimModel(m, x, preset="w4")
-        sim.compute_encodings([x])
+        sim = calibrated(QuantizationSimModel(m, x, preset="w4"), [x])
         with torch.no_grad():
             return float((sim.model(x) - wanted).square().mean())
 

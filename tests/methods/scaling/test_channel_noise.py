@@ -29,6 +29,7 @@ from bitwright.methods.scaling.channel_noise import (
 from bitwright.methods.scaling.equalize import converged_factors, equalizable
 from bitwright.torch import QuantizationSimModel, TorchView
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
@@ -165,8 +166,7 @@ def parts(model):
 
 
 def error(model, wanted):
-    sim = QuantizationSimModel(model, X, preset="w8a8_per_tensor")
-    sim.compute_encodings([X])
+    sim = calibrated(QuantizationSimModel(model, X, preset="w8a8_per_tensor"), [X])
     with torch.no_grad():
         got = sim.model(X)
     return float((got - wanted).square().mean() / wanted.var())

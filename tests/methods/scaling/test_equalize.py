@@ -32,6 +32,7 @@ from bitwright.onnx.opened import OnnxOpened
 from bitwright.torch import TorchView, equalize_model
 from bitwright.torch.view import ChannelClamp
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
@@ -460,8 +461,7 @@ def test_values_twice_as_large_come_through():
 def test_an_onnx_model_is_equalized_alike(tmp_path):
     """Its Clip keeps its bounds, and its outputs stay; descent ends a little apart where sums round differently."""
     model, x = block(), data(0)
-    sim = bitwright.torch.QuantizationSimModel(model, x[:1])
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(bitwright.torch.QuantizationSimModel(model, x[:1]), [x])
     sim.export(tmp_path, "net", x[:1])
     proto = onnx.load(tmp_path / "net_float.onnx")
     (given,), pictures = [i.name for i in proto.graph.input], list(x.numpy()[:, None])

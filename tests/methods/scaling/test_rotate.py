@@ -37,6 +37,7 @@ from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import TorchView, fold_norms, rotate_model, smooth_model
 from tests.methods.transformer import Decoder, RMSNorm, tokens
 from tests.onnx.nets import Net, body
+from tests.support.simulations import calibrated
 
 # ------------------------------------------------------------------------------------------------ matrices
 
@@ -376,8 +377,7 @@ def test_a_rotation_in_front_spreads_the_outlier_of_one_channel():
     wanted = model(x).detach()
 
     def noise(candidate):
-        sim = TorchSim(candidate, x, preset=Preset(weight_spec("int8"), dynamic_spec("int4")))
-        sim.compute_encodings()
+        sim = calibrated(TorchSim(candidate, x, preset=Preset(weight_spec("int8"), dynamic_spec("int4"))))
         return float((sim.model(x) - wanted).square().mean())
 
     plain, turned = copy.deepcopy(model), copy.deepcopy(model)

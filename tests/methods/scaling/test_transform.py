@@ -25,6 +25,7 @@ from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import apply_reconstruction, rotate_model, transform_model
 from tests.methods.transformer import Decoder, tokens
 from tests.support import data
+from tests.support.simulations import calibrated
 
 A4 = Preset(weight_spec("int8"), dynamic_spec("uint4"))
 
@@ -123,8 +124,7 @@ def test_a_fitted_transform_leaves_less_noise_than_a_rotation():
 def test_products_stay_in_float_and_the_exported_file_agrees(tmp_path):
     model, x = Decoder(tied=False), tokens(4)
     transform_model(model, [x], shared=True)
-    sim = TorchSim(model, x, preset=Preset(weight_spec("int4"), dynamic_spec("int8")))
-    sim.compute_encodings()
+    sim = calibrated(TorchSim(model, x, preset=Preset(weight_spec("int4"), dynamic_spec("int8"))))
     rotations = {op.name for op in sim.graph.ops if is_rotation(op.type, op.name)}
     assert len(rotations) == 6 and rotations.isdisjoint({site.op for site in sim.quantizers.values()})
     assert all(row.status == "float" for row in sim.coverage() if row.name.endswith("rotation.weight"))

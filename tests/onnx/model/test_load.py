@@ -26,6 +26,7 @@ from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, INT64, Array, Net, body, feeds_for, run
 from tests.onnx.opset_cases import CASES, model_of, opsets_of, turning_points
+from tests.support.simulations import calibrated
 
 
 def function_model() -> onnx.ModelProto:
@@ -230,8 +231,7 @@ def test_a_model_with_wrong_stated_shapes_is_simulated():
     proto = net.model(net("Add", h, net.conv(h, 4, 4, k=1, name="d"), name="a", out="y"))
     proto.graph.value_info.append(helper.make_tensor_value_info("h", FLOAT, (2, 8, 6, 4)))
     feeds = feeds_for(proto)
-    sim = QuantizationSimModel(proto, feeds)
-    sim.compute_encodings([feeds])
+    sim = calibrated(QuantizationSimModel(proto, feeds), [feeds])
     assert sim.run(feeds)[0].shape == (2, 4, 8, 6) and sim.verify(feeds).ok
 
 
@@ -495,8 +495,7 @@ def test_initializers_that_are_inputs_and_that_nothing_reads() -> None:
     n.weights(4, name="spare")
     for tensor in list(n.initializers):
         n.input(tensor.name, tuple(tensor.dims))
-    sim = OnnxSim(n.model(y, opset=8, ir_version=3))
-    sim.compute_encodings([X])
+    sim = calibrated(OnnxSim(n.model(y, opset=8, ir_version=3)), [X])
     assert sim.verify(X).ok
 
 
@@ -612,8 +611,7 @@ def test_operators_of_every_opset_are_simulated(name):
             continue
         model = model_of(name, opset)
         feeds = feeds_for(model)
-        sim = QuantizationSimModel(model, feeds, threads=1)
-        sim.compute_encodings([feeds], progress=False)
+        sim = calibrated(QuantizationSimModel(model, feeds, threads=1), [feeds])
         assert all(np.isfinite(found).all() for found in sim.run(feeds))
         sim.quantizers["*"].enabled = False
         for expected, found in zip(run(model, feeds), sim.run(feeds), strict=True):

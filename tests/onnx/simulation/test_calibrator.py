@@ -27,6 +27,7 @@ from bitwright.onnx.simulation import calibrator as calibrate
 from bitwright.onnx.simulation.calibrator import Calibrator
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, body, conv_chain, feeds_for, run
+from tests.support.simulations import calibrated
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 
@@ -70,8 +71,7 @@ def expected(sim: QuantizationSimModel, site: str, tensors: Sequence[np.ndarray]
 @pytest.mark.parametrize("budget", [None, 10_000, 0], ids=["one-pass", "a-few-passes", "a-pass-per-tensor"])
 def test_encodings_are_those_of_core(scheme, budget):
     model, data = small(), batches()
-    sim = simulate(model, scheme, memory_budget=budget)
-    sim.compute_encodings(data)
+    sim = calibrated(simulate(model, scheme, memory_budget=budget), data)
     assert sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [f["x"] for f in data])
     activations = [s for s in sim.quantizers.values() if s.role == "output"]
     assert activations and all(s.encoding is not None for s in activations)
@@ -82,16 +82,14 @@ def test_order_and_batch_size_do_not_matter(scheme):
     data = batches(4)
     found = []
     for feeds in (data, data[::-1], [{"x": f["x"][i : i + 1]} for f in data for i in range(2)]):
-        sim = simulate(small(), scheme)
-        sim.compute_encodings(feeds)
+        sim = calibrated(simulate(small(), scheme), feeds)
         found.append(sim.quantizers["c1.input[0]"].encoding)
     assert found[0] == found[1] == found[2]
 
 
 def test_statistics_of_a_reduced_tensor_are_exact():
     data = batches(2)
-    sim = simulate(small())
-    sim.compute_encodings(data)
+    sim = calibrated(simulate(small()), data)
     seen = sim.quantizers["c1.input[0]"].quantizer.statistics
     both: Any = statistics.start("minmax")
     for feeds in data:
@@ -104,12 +102,10 @@ def test_statistics_of_a_reduced_tensor_are_exact():
 @pytest.mark.parametrize("at", [0, 7, 383], ids=["first", "in-a-vector", "last"])
 def test_non_finite_values_are_counted_and_kept_out(bad, scheme, at):
     data = batches(2)
-    clean = simulate(small(), scheme)
-    clean.compute_encodings(data)
+    calibrated(simulate(small(), scheme), data)
     dirty = [dict(data[0]), {"x": data[1]["x"].copy()}]
     dirty[1]["x"].reshape(-1)[at] = bad
-    sim = simulate(small(), scheme)
-    sim.compute_encodings(dirty, non_finite="clamp")
+    sim = calibrated(simulate(small(), scheme), dirty, non_finite="clamp")
     bounds = statistics.bounds_of(sim.quantizers["c1.input[0]"].quantizer.statistics)
     assert int(bounds.nan_count + bounds.inf_count) == 1
     assert sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [f["x"] for f in dirty])
@@ -117,8 +113,7 @@ def test_non_finite_values_are_counted_and_kept_out(bad, scheme, at):
 
 def test_a_sum_that_overflows_is_no_reason_to_lose_a_batch():
     data = [{"x": np.full((2, 3, 8, 8), 3e37, np.float32)}]
-    sim = simulate(small())
-    sim.compute_encodings(data)
+    sim = calibrated(simulate(small()), data)
     assert sim.quantizers["c1.input[0]"].encoding.max == pytest.approx(3e37, rel=1e-6)
 
 
@@ -141,8 +136,7 @@ def test_per_channel_activations():
 def test_shapes_may_change_from_batch_to_batch():
     data = batches(1, (1, 3, 8, 8)) + batches(1, (5, 3, 8, 8))
     for budget in (None, 5_000):
-        sim = simulate(small(), "percentile", memory_budget=budget)
-        sim.compute_encodings(data)
+        sim = calibrated(simulate(small(), "percentile", memory_budget=budget), data)
         assert sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [f["x"] for f in data])
 
 
@@ -290,10 +284,8 @@ def test_callback_gets_a_session():
             seen.extend(session.run(None, batch))
             seen.extend(session.run(["y"], batch))
 
-    sim = simulate(model)
-    sim.compute_encodings(callback, data)
-    other = simulate(model)
-    other.compute_encodings(data)
+    sim = calibrated(simulate(model), callback, data)
+    other = calibrated(simulate(model), data)
     assert sim.quantizers["c2.output[0]"].encoding == other.quantizers["c2.output[0]"].encoding
     # weights are quantized meanwhile, activations are not
     assert np.allclose(seen[0], run(model, data[0])[0], atol=0.1) and not np.array_equal(
@@ -400,8 +392,7 @@ def scanning() -> onnx.ModelProto:
 def test_branches_see_what_passed_them(scheme):
     random = np.random.default_rng(0)
     data = [{"x": random.standard_normal((3, 4)).astype(np.float32), "cond": np.array(c)} for c in (True, True, False)]
-    sim = simulate(branching(), scheme)
-    sim.compute_encodings(data)
+    sim = calibrated(simulate(branching(), scheme), data)
     weight = fake_quantize(sim.constants["wt"], sim.quantizers["wt"].encoding)
     then = [np.maximum(f["x"] @ weight, 0) for f in data[:2]]
     found = sim.quantizers["rt.output[0]"].encoding
@@ -412,8 +403,7 @@ def test_branches_see_what_passed_them(scheme):
 
 def test_a_branch_that_never_ran_is_reported(caplog):
     x = np.ones((3, 4), np.float32)
-    sim = simulate(branching())
-    sim.compute_encodings([{"x": x, "cond": np.array(True)}])
+    sim = calibrated(simulate(branching()), [{"x": x, "cond": np.array(True)}])
     assert "calibration never reached" in caplog.text and "mo" in caplog.text
     with pytest.raises(CalibrationError, match="calibration never reached this site"):
         sim.run({"x": x, "cond": np.array(True)})
@@ -449,8 +439,7 @@ def test_weights_of_a_branch_that_never_ran_are_calibrated_from_their_values(tmp
 @pytest.mark.parametrize("trip", [0, 1, 5])
 def test_loops_merge_their_iterations(scheme, trip):
     x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
-    sim = simulate(looping(), scheme)
-    sim.compute_encodings([{"x": x, "trip": np.array(5)}, {"x": x, "trip": np.array(0)}])
+    sim = calibrated(simulate(looping(), scheme), [{"x": x, "trip": np.array(5)}, {"x": x, "trip": np.array(0)}])
     site = sim.quantizers["r.output[0]"]
     steps = run(looping(), {"x": x, "trip": np.array(5)})[1]
     assert np.allclose(site.encoding.max, steps.max(), rtol=0.05)
@@ -463,8 +452,7 @@ def test_loops_merge_their_iterations(scheme, trip):
 def test_scans_merge_their_iterations(scheme):
     random = np.random.default_rng(0)
     feeds = {"xs": random.standard_normal((7, 3, 4)).astype(np.float32), "s0": np.zeros((3, 4), np.float32)}
-    sim = simulate(scanning(), scheme)
-    sim.compute_encodings([feeds])
+    sim = calibrated(simulate(scanning(), scheme), [feeds])
     inside = [s for s in sim.quantizers.values() if s.role != "bias"]
     assert inside and all(s.encoding is not None for s in inside)
     for want, found in zip(run(scanning(), feeds), sim.run(feeds), strict=True):
@@ -484,8 +472,7 @@ def test_empty_tensors_are_counted_and_bodies_that_did_not_run_are_not(scheme):
     net("Relu", net("If", choose, name="choice", **graphs), name="last", out="y")
     full, none = np.ones((3, 4), np.float32), np.zeros((0, 4), np.float32)
     feeds = [{"x": x, "beside": full, "choose": np.array(c)} for x, c in ((full, True), (none, True), (full, False))]
-    sim = QuantizationSimModel(net.model("y", "z"), feeds[0], quant_scheme=scheme)
-    sim.compute_encodings(feeds)
+    sim = calibrated(QuantizationSimModel(net.model("y", "z"), feeds[0], quant_scheme=scheme), feeds)
     found = {health.site: health.empty for health in sim.health()}
     assert found["head.input[0]"] == found["head.output[0]"] == 1
     assert not any(n for site, n in found.items() if site.startswith(("left", "right")))
@@ -524,8 +511,7 @@ def rectified() -> onnx.ModelProto:
 
 def relu_statistics(data: Sequence[np.ndarray]) -> tuple[Any, Any, QuantizationSimModel]:
     """What calibration keeps of the ReLU, what core makes of the tensors themselves, and the simulation."""
-    sim = simulate(rectified())
-    sim.compute_encodings([{"x": x} for x in data])
+    sim = calibrated(simulate(rectified()), [{"x": x} for x in data])
     graph = sim._watched_model().model
     graph.graph.outputs.extend(v for n in graph.graph for v in n.outputs if v.name == "r1.out")
     session = open_session(graph, threads=1)
@@ -601,8 +587,7 @@ def test_values_that_overflow_inside_are_still_named(bias):
     y = net("Conv", x, big, name="c1", out="c1.out")
     y = net("Conv", net("Relu", y, name="r1"), net.const(np.full((1, 2, 1, 1), 1e19, np.float32), "v"), name="c2")
     model = net.model(net("Add", y, net.const(np.float32(bias)), name="a", out="y"))
-    sim = simulate(model)
-    sim.compute_encodings([{"x": np.full((1, 2, 16, 16), 1e-3, np.float32)}])
+    calibrated(simulate(model), [{"x": np.full((1, 2, 16, 16), 1e-3, np.float32)}])
     with pytest.raises(CalibrationError, match="c2"):
         simulate(model).compute_encodings([{"x": np.full((1, 2, 16, 16), 1e3, np.float32)}])
 
@@ -621,8 +606,7 @@ def test_a_tensor_that_several_sites_of_one_quantizer_watch_counts_once_for_each
     x, z = net.input("x", (2, 40)), net.input("z", (2, 40))
     model = net.model(net("Concat", x, x, z, axis=1, name="c", out="y"))
     feeds = feeds_for(model)
-    sim = simulate(model, "percentile")
-    sim.compute_encodings([feeds], progress=False)
+    sim = calibrated(simulate(model, "percentile"), [feeds])
     counted = [sim.quantizers[f"c.input[{i}]"].quantizer.statistics for i in range(3)]
     assert counted[0] is counted[1]
     for seen, name, times in ((counted[0], "x", 2), (counted[2], "z", 1)):

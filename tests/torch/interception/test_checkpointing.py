@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
 
@@ -148,8 +149,7 @@ def train_step(sim: QuantizationSimModel, how: Callable[..., Any] = operator.cal
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_gradients_are_those_without_checkpointing(kind: type[Base], reentrant: bool) -> None:
-    sim = QuantizationSimModel(kind().eval(), X, preset="w4a8")
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(QuantizationSimModel(kind().eval(), X, preset="w4a8"), [X])
     out, grads = train_step(sim)
     again, checkpointed = train_step(sim, functools.partial(checkpoint, use_reentrant=reentrant))
     assert torch.equal(out, again)
@@ -170,8 +170,7 @@ def test_a_sequence_of_checkpointed_segments(reentrant: bool) -> None:
             return checkpoint_sequential(self.layers, self.segments, x, use_reentrant=reentrant)
 
     model = Segments().eval()
-    sim = QuantizationSimModel(model, X)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(QuantizationSimModel(model, X), [X])
     found = []
     for segments in (1, 3):
         sim.model.segments = segments
@@ -181,8 +180,7 @@ def test_a_sequence_of_checkpointed_segments(reentrant: bool) -> None:
 
 
 def test_the_backward_pass_may_run_in_another_thread_and_after_other_forwards() -> None:
-    sim = QuantizationSimModel(Closure().eval(), X)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(QuantizationSimModel(Closure().eval(), X), [X])
     _, grads = train_step(sim)
     sim.model.how = functools.partial(checkpoint, use_reentrant=False)
     sim.model.train()
@@ -200,8 +198,7 @@ def test_the_backward_pass_may_run_in_another_thread_and_after_other_forwards() 
 
 
 def test_an_error_in_the_backward_pass_leaves_nothing_behind() -> None:
-    sim = QuantizationSimModel(Stack().eval(), X)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(QuantizationSimModel(Stack().eval(), X), [X])
     sim.model.train()
     armed = False
 
@@ -245,8 +242,7 @@ def test_another_way_to_compute_again_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Own.apply(self.a(x), self.b)
 
-    sim = QuantizationSimModel(Model().eval(), X)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(QuantizationSimModel(Model().eval(), X), [X])
     with pytest.raises(ModelError, match="b: the backward pass computes this Linear again") as caught:
         sim.model(X).sum().backward()
     assert "torch.utils.checkpoint" in caught.value.remedy

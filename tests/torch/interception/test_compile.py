@@ -14,6 +14,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 
 class Conv(nn.Module):
@@ -79,8 +80,7 @@ MODELS = {
 def simulated(kind: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[QuantizationSimModel, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(shape)
-    sim = QuantizationSimModel(kind().eval(), x, preset="w4a8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(kind().eval(), x, preset="w4a8"), [x])
     return sim, x
 
 
@@ -169,8 +169,7 @@ def test_code_that_a_compiler_generates_rounds_as_we_do() -> None:
             return x * self.weight
 
     x = torch.linspace(-3, 3, 64 * 7).reshape(64, 7)
-    sim = QuantizationSimModel(Product(), x, preset="w4a8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(Product(), x, preset="w4a8"), [x])
     step_size = float(sim.quantizers["mul.input[0]"].encoding.scale)
     x = (torch.arange(64 * 7).reshape(64, 7) - 224.0) * step_size / 2  # every second one is a tie
     with torch.no_grad():
@@ -243,8 +242,7 @@ class Hidden(nn.Module):
 def test_modules_of_one_hidden_function_are_compiled_with_their_quantizers(act: type, inplace: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 4)
-    sim = QuantizationSimModel(nn.Sequential(nn.Linear(4, 4), act(inplace), nn.Linear(4, 2)).eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(nn.Sequential(nn.Linear(4, 4), act(inplace), nn.Linear(4, 2)).eval(), x), [x])
     with torch.no_grad():
         run = torch.compile(sim.model, backend="eager", fullgraph=True)
         assert torch.equal(run(x), sim.model(x))
@@ -257,8 +255,7 @@ def test_modules_of_one_hidden_function_are_compiled_with_their_quantizers(act: 
 )  # fmt: skip
 def test_functions_that_a_compiler_hides_are_refused_by_name(name: str, instead: str) -> None:
     x = torch.randn(8, 4)
-    sim = QuantizationSimModel(nn.Sequential(Hidden(name)).eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(nn.Sequential(Hidden(name)).eval(), x), [x])
     message = f"0: torch.compile does not show torch.nn.functional.{name} to a simulation.*use {instead}"
     with pytest.raises(Exception, match=message), torch.no_grad():
         torch.compile(sim.model, backend="eager", fullgraph=True)(x)

@@ -17,6 +17,7 @@ from bitwright import IntFormat, QuantSpec
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.torch import QuantizationSimModel, TorchView
 from tests.support.cost import steps
+from tests.support.simulations import calibrated
 
 
 class Of(nn.Module):
@@ -75,8 +76,7 @@ def sites(after: Callable[[nn.Module, Tensor], Tensor], length: int) -> list[str
 @pytest.mark.parametrize("after", [pooled, by_modules, by_function], ids=lambda f: f.__name__)
 def test_a_loop_has_the_same_sites_at_every_length(after: Callable[[nn.Module, Tensor], Tensor]) -> None:
     assert sites(after, 3) == sites(after, 9)
-    sim = QuantizationSimModel(Of(after), torch.randn(4, 2, 3))
-    sim.compute_encodings([torch.randn(5, 2, 3)])
+    sim = calibrated(QuantizationSimModel(Of(after), torch.randn(4, 2, 3)), [torch.randn(5, 2, 3)])
     sim.model(torch.randn(12, 2, 3))
     assert not sim._simulator.unseen
 
@@ -150,8 +150,7 @@ def _shared(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", ["functional", "module", "block"])
 def test_layers_in_a_row_that_share_a_weight_have_grids_of_their_own(kind: str) -> None:
     model, x = _shared(kind), torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
-    sim = QuantizationSimModel(model, x, config_file={"tail": "quantized"})
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x, config_file={"tail": "quantized"}), [x])
     assert sum(site.role == "output" for site in sim.quantizers.values()) >= 5
     with torch.no_grad():
         assert sqnr(model(x).numpy(), sim.model(x).numpy()) > 28
@@ -220,8 +219,7 @@ class Levels(nn.Module):
 )
 def test_a_call_that_holds_only_rounding_is_not_told_to_share_a_grid_badly(sizes, told, caplog):
     """Distances of a detector whose last layer was never trained are sums that cancel: 1e-8 in the place of 0."""
-    sim = QuantizationSimModel(Levels(sizes).eval(), torch.ones(2, 4))
-    sim.compute_encodings([torch.ones(2, 4)], progress=False)
+    calibrated(QuantizationSimModel(Levels(sizes).eval(), torch.ones(2, 4)), [torch.ones(2, 4)])
     factor = re.search(r"several calls share this grid, .* differ by a factor of (\S+)\. ", caplog.text)
     assert (factor and factor[1]) == told
 
@@ -239,8 +237,7 @@ def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(
     for layers in ([conv] * 4, own):
         caplog.clear()
         model = Scaled(list(layers)).eval()
-        sim = QuantizationSimModel(model, x)
-        sim.compute_encodings([x], progress=False)
+        sim = calibrated(QuantizationSimModel(model, x), [x])
         with torch.no_grad():
             lost.append(sqnr(model(x).numpy(), sim.model(x).numpy()))
         assert ("several calls share this grid" in caplog.text) == (layers is not own)
@@ -287,8 +284,7 @@ def test_calls_of_a_loop_with_unlike_ranges_are_named_and_the_remedy_works(caplo
     lost = []
     for model in (Loop([first] * 4).eval(), Loop(layers).eval()):
         caplog.clear()
-        sim = QuantizationSimModel(model, x)
-        sim.compute_encodings([x], progress=False)
+        sim = calibrated(QuantizationSimModel(model, x), [x])
         with torch.no_grad():
             lost.append(sqnr(model(x).numpy(), sim.model(x).numpy()))
         named = "several calls share this grid" in caplog.text
@@ -375,8 +371,7 @@ class Read(nn.Module):
 
 def simulated(model: nn.Module, *shape: int) -> tuple[QuantizationSimModel, Tensor]:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    sim = QuantizationSimModel(model.eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model.eval(), x), [x])
     return sim, x
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.interception.record import record
+from tests.support.simulations import calibrated
 
 
 def ops(model: nn.Module, *examples: object) -> dict[str, str]:
@@ -333,8 +334,7 @@ class Sums(nn.Module):
 def test_what_a_scripted_function_calls_has_no_quantizers_in_the_file(tmp_path: Path) -> None:
     """The exporter runs the Python code of such a function, whose calls are not those that were recorded."""
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    sim = QuantizationSimModel(Sums().eval(), batches[0])
-    sim.compute_encodings(batches[:2], progress=False)
+    sim = calibrated(QuantizationSimModel(Sums().eval(), batches[0]), batches[:2])
     sim.export(tmp_path, "model", batches[0])
     report = sim.verify(batches[2])
     assert report.ok and {"add.output[0]", "b.output[0]"} <= {row.site for row in report.rows}

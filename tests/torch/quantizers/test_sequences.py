@@ -19,6 +19,7 @@ from bitwright.torch.calls import recurrent as calls
 from bitwright.torch.quantizers import learned_range
 from bitwright.torch.quantizers import sequences as stacked_steps
 from bitwright.torch.quantizers.sequences import NAMES, Keep, StepFunctions
+from tests.support.simulations import calibrated
 
 X = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -39,9 +40,7 @@ def lstm(**more: object) -> nn.LSTM:
 
 
 def simulated(model: nn.Module, x: Tensor = X) -> QuantizationSimModel:
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x, 2 * x], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, x), [x, 2 * x])
 
 
 @pytest.mark.parametrize("scheme", ["minmax", "percentile"])
@@ -93,8 +92,7 @@ def test_what_is_seen_of_channels_and_of_odd_values(kind: str, in_steps: Callabl
             batches[1][3, 1, 2] = float(kind)
         if kind == "halves":  # what fits the bounds of each batch fits those of both
             batches = [x[:3], x[3:]]
-        sim = QuantizationSimModel(model, X)
-        sim.compute_encodings(batches, progress=False, non_finite="clamp")
+        sim = calibrated(QuantizationSimModel(model, X), batches, non_finite="clamp")
         found: list[object] = [quantizer.statistics for quantizer in sim.quantizers.unique()]
         for site in sim.quantizers.values():
             if site.channels.seen is not None:
@@ -273,8 +271,7 @@ def results(model: nn.Module, x: object, bits: int, learned: bool = False) -> li
 
     A gradient of a range is the difference of two long sums, and is divided by their size.
     """
-    sim = QuantizationSimModel(model, x, default_output_bw=bits, default_param_bw=8)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x, default_output_bw=bits, default_param_bw=8), [x])
     found = [
         torch.tensor(site.encoding.scale.tolist()) for site in sim.quantizers.values() if site.encoding is not None
     ]
@@ -357,8 +354,7 @@ def test_the_fused_operator_runs_where_no_site_inside_is_on(kind: str, monkeypat
 
 def test_a_cell_prepares_nothing_for_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = nn.LSTMCell(6, 10)
-    sim = QuantizationSimModel(cell, GATES_X[0])
-    sim.compute_encodings([GATES_X[0]], progress=False)
+    sim = calibrated(QuantizationSimModel(cell, GATES_X[0]), [GATES_X[0]])
     asked: list[int] = []
     monkeypatch.setattr(StepFunctions, "stacked", lambda *_: asked.append(1))
     monkeypatch.setattr(StepFunctions, "sequence", lambda *_: asked.append(1))

@@ -19,15 +19,14 @@ from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.simulation.quantsim import copied
+from tests.support.simulations import calibrated
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def simulate(model: nn.Module, x: Tensor = X) -> QuantizationSimModel:
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
-    return sim
+    return calibrated(QuantizationSimModel(model, x), [x])
 
 
 def mlp() -> nn.Sequential:
@@ -314,8 +313,7 @@ def test_a_module_that_keeps_a_tensor_with_a_history_is_quantized_as_it_is_simul
     torch.manual_seed(0)
     model, x = make().eval(), torch.randn(2, 4)
     wanted = model(x)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     result = bitwright.quantize(model, [x] * 6, recipe=recipe, progress=False)
     assert len(result.sim.quantizers) == len(sim.quantizers)
     assert torch.allclose(result.model(x), wanted, atol=0.1 * float(wanted.detach().abs().max()))

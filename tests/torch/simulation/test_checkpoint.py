@@ -26,6 +26,7 @@ from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import ConfigError, EncodingsError, ExportError, ModelError
 from bitwright.export import checkpoint
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 X = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -44,9 +45,7 @@ def make(scale: float = 1.0) -> QuantizationSimModel:
     model = Net().eval()
     with torch.no_grad():
         model.conv.weight.mul_(scale)
-    sim = QuantizationSimModel(model, X)
-    sim.compute_encodings([scale * X])
-    return sim
+    return calibrated(QuantizationSimModel(model, X), [scale * X])
 
 
 @pytest.fixture
@@ -197,8 +196,7 @@ def test_sites_that_share_a_quantizer_agree(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([x + 1, x * 2], 1) - 1
 
-    sim = QuantizationSimModel(Join(), X)
-    sim.compute_encodings([X])
+    sim = calibrated(QuantizationSimModel(Join(), X), [X])
     names = [name for name, site in sim.quantizers.items() if site.quantizer.name != name]
     assert names, "the model has no shared quantizer"
     folder = sim.save_checkpoint(tmp_path)

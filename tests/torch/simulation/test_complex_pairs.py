@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import ExportError
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 
 class Rotated(nn.Module):
@@ -102,8 +103,7 @@ def test_complex_numbers_are_pairs_of_real_ones_in_the_file(case: str) -> None:
     torch.manual_seed(0)
     make, draw = CASES[case]
     batches = [draw() for _ in range(2)]
-    sim = QuantizationSimModel(make().eval(), batches[0])
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(make().eval(), batches[0]), batches)
     options: dict[str, Any] = (
         {"dynamic_batch": True} if case in ("turns made in the forward", "turns in a buffer") else {}
     )
@@ -122,8 +122,7 @@ def test_an_operator_without_a_rule_is_refused_with_its_line_and_a_remedy() -> N
             return torch.sqrt(torch.complex(self.layer(x), x)).real
 
     x = torch.randn(2, 8)
-    sim = QuantizationSimModel(Root().eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(Root().eval(), x), [x])
     with pytest.raises(
         ExportError, match=r"test_complex_pairs.py:\d+, in forward: sqrt of complex numbers has no operator.*sums"
     ):

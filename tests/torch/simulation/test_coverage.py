@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.quantizers.quantizer import Quantizer
+from tests.support.simulations import calibrated
 
 
 def simulated(model: nn.Module, *inputs: Tensor) -> QuantizationSimModel:
-    sim = QuantizationSimModel(model.eval(), inputs)
-    sim.compute_encodings([inputs], progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model.eval(), inputs), [inputs])
 
 
 def row_of(sim: QuantizationSimModel, name: str) -> Any:
@@ -226,8 +225,7 @@ def check(seed: int) -> None:
     with torch.no_grad():
         if not all(t.isfinite().all() for t in model(*batches[0])):
             return
-    sim = QuantizationSimModel(model, batches[0], default_output_bw=5)
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches[0], default_output_bw=5), batches)
     enabled = {name: site for name, site in sim.quantizers.items() if site.enabled}
     assert not [name for name, site in enabled.items() if site.encoding is None], "calibration reaches every site"
 

@@ -31,6 +31,7 @@ from bitwright.runtimes.adapters import open_file
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
 from tests.support.deployed import in_onnxruntime
 from tests.support.sessions import integer_session
+from tests.support.simulations import calibrated
 from tests.support.zoo import ZOO, Case
 from tests.torch.test_hard_models import example
 
@@ -76,9 +77,7 @@ def sim(data: list[Tensor]) -> QuantizationSimModel:
     torch.manual_seed(0)
     model = Net().eval()
     fold_all_batch_norms(model, dummy_input=data[0])
-    sim = QuantizationSimModel(model, data[0])
-    sim.compute_encodings(data)
-    return sim
+    return calibrated(QuantizationSimModel(model, data[0]), data)
 
 
 def run(path: Path, feeds: dict[str, np.ndarray], simulate: bool = False) -> dict[str, np.ndarray]:
@@ -223,8 +222,7 @@ def test_a_block_that_runs_twice_is_compared_and_calibrated_in_both_runs(tmp_pat
     torch.manual_seed(0)
     x = torch.randn(16, 6)
     model = Twice().eval()
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     report = sim.verify(x)
     assert report.ok and not report.unchecked, str(report)
     assert sum(row.ops == ("Gemm",) or "Gemm" in row.ops for row in report.rows) >= 3
@@ -351,8 +349,7 @@ def test_a_model_the_exporter_cannot_capture_keeps_the_cause() -> None:
             return self.fc(x) if x.sum() > 0 else x
 
     x = torch.ones(1, 2)
-    sim = QuantizationSimModel(Branch(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(Branch(), x), [x])
     with pytest.raises(
         ExportError,
         match=r"Branch.*cannot be exported to ONNX: GuardOnDataDependentSymNode.*Remedy: choose by tensors, torch.where",
@@ -423,15 +420,13 @@ def test_models_in_other_types_are_exported_as_they_are(
 def test_buffers_in_float64_that_compute_are_exported_as_they_are() -> None:
     torch.manual_seed(0)
     model, x = Filtered().eval(), torch.randn(2, 1, 30)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     assert (report := sim.verify(x)).ok, report.to_text()
 
 
 def test_a_recurrent_layer_in_bfloat16_gets_the_remedy() -> None:
     model, x = nn.Sequential(nn.LSTM(4, 4)).bfloat16().eval(), torch.randn(3, 2, 4).bfloat16()
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     with pytest.raises(ExportError, match=r"the LSTM is in bfloat16.*sim\.model\.float\(\)"):
         sim.verify(x)
 
@@ -481,8 +476,7 @@ class HalfParts(nn.Module):
 def test_parts_in_half_precision_verify_within_what_it_rounds(bits: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 16, 16)
-    sim = QuantizationSimModel(HalfParts().eval(), x, default_output_bw=bits)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(HalfParts().eval(), x, default_output_bw=bits), [x])
     report = sim.verify(x)
     assert report.ok
     within = [row for row in report.rows if row.verdict == "within"]
@@ -506,8 +500,7 @@ def test_large_samples_of_a_model_with_a_free_batch_axis_are_cut(tmp_path, monke
 
     torch.manual_seed(0)
     x = torch.randn(6, 5)
-    sim = QuantizationSimModel(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU()).eval(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU()).eval(), x), [x])
     monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", 150)
     for free, kept in ((True, 2), (False, 6)):
         exported = sim.export(tmp_path / str(free), "net", x, dynamic_batch=free)
@@ -532,8 +525,7 @@ class Similarities(nn.Module):
 def test_an_output_that_is_transposed_and_quantized_verifies_and_inputs_keep_their_names(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, data = Similarities().eval(), [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
-    sim = QuantizationSimModel(model, data[0])
-    sim.compute_encodings(data)
+    sim = calibrated(QuantizationSimModel(model, data[0]), data)
     sim.export(tmp_path, "model", data[0])
     assert [i.name for i in onnx.load(tmp_path / "model.onnx").graph.input] == ["i", "t"]
     report = verify_folder(tmp_path)
@@ -575,8 +567,7 @@ def test_samples_wait_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     torch.manual_seed(0)
     x = torch.randn(6, 5)
-    sim = QuantizationSimModel(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU()).eval(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU()).eval(), x), [x])
     seen = []
     original = artefacts.write_samples
     monkeypatch.setattr(artefacts, "write_samples", lambda *args: seen.append(args[1]) or original(*args))
@@ -597,8 +588,7 @@ def test_a_softmax_of_nearly_equal_entries_does_not_overflow_in_the_file(spread,
     with torch.no_grad():
         model[0].weight.mul_(spread), model[0].bias.mul_(spread)
     x = torch.randn(16, 16)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     sim.export(tmp_path, "m", x)
     session = integer_session(tmp_path / "m.onnx")
     (got,), wanted = session.run(None, {"input": x.numpy()}), sim.model(x).detach().numpy()
@@ -625,8 +615,7 @@ def test_a_softmax_over_one_entry_is_one_in_the_file(size, tmp_path):
     """QLinearSoftmax of ONNX Runtime answers 0 there, and with it all of this model."""
     torch.manual_seed(0)
     model, x = OnePosition().eval(), torch.randn(4, 8, size, size)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     sim.export(tmp_path, "m", x)
     (got,), wanted = integer_session(tmp_path / "m.onnx").run(None, {"x": x.numpy()}), sim.model(x).detach().numpy()
     assert np.square(got - wanted).sum() < 1e-3 * np.square(wanted).sum()
@@ -648,8 +637,7 @@ class TwoInputs(nn.Module):
 def simulated() -> tuple[QuantizationSimModel, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     batch = (torch.randn(2, 3, 4, 4), torch.randn(2, 4, 2, 2))
-    sim = QuantizationSimModel(TwoInputs().eval(), batch)
-    sim.compute_encodings([batch], progress=False)
+    sim = calibrated(QuantizationSimModel(TwoInputs().eval(), batch), [batch])
     return sim, batch
 
 
@@ -688,8 +676,7 @@ def test_what_a_kernel_of_the_runtime_gets_wrong_is_written_in_float(tmp_path, c
     """As if no one knew of QLinearSoftmax over one entry yet."""
     torch.manual_seed(0)
     model, x = OnePosition().eval(), torch.randn(4, 8, 1, 1)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     with patch("bitwright.export.qdq.write.fill_softmax", lambda builder, nodes: None):
         exported = sim.export(tmp_path, "m", x)
     (got,), wanted = integer_session(tmp_path / "m.onnx").run(None, {"x": x.numpy()}), sim.model(x).detach().numpy()
@@ -705,8 +692,7 @@ def test_a_file_that_float_places_do_not_repair_is_refused(tmp_path):
     """An output that integer kernels bring away though each place by itself is right."""
     torch.manual_seed(0)
     model, x = OnePosition().eval(), torch.randn(4, 8, 1, 1)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     with (
         patch("bitwright.export.qdq.write.fill_softmax", lambda builder, nodes: None),
         patch("bitwright.compare.verify.verify_layers", lambda *args, **options: VerifyReport(())),
@@ -725,8 +711,7 @@ def test_the_check_runs_the_runtime_of_the_target(tmp_path, caplog, target, runn
     pytest.importorskip("openvino" if runner == "run_in" else "ai_edge_litert")
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     runs = []
 
     def wrong_at_first(runtime: str, model: Any, feeds: Any, mode: str, **options: Any) -> dict[str, np.ndarray]:
@@ -767,8 +752,7 @@ def test_the_check_runs_the_runtime_of_the_target(tmp_path, caplog, target, runn
 def test_weights_of_float8_run_beside_integer_activations(fmt, layers, shape):
     """ONNX Runtime takes their quantizers for those of an integer kernel, which refuses float8."""
     model, x = nn.Sequential(*layers).eval(), torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    sim = QuantizationSimModel(model, x, preset=Preset(weight_spec(fmt), activation_spec("uint8")))
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x, preset=Preset(weight_spec(fmt), activation_spec("uint8"))), [x])
     report = sim.verify(x)
     assert report.ok and all(row.as_integer.equal == 1 for row in report.rows), str(report)
 
@@ -791,8 +775,7 @@ def test_weights_that_are_no_integers_stay_so_between_quantized_activations(weig
     torch.manual_seed(0)
     model, batches = ThreeLayers().eval(), [torch.randn(2, 4, 5, 5) for _ in range(2)]
     rules = {"rules": [{"weight": None if weight is None else {"format": weight}}]}
-    sim = QuantizationSimModel(model, batches[0], config_file=rules)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], config_file=rules), batches)
     path = sim.export(tmp_path, "net", batches[0]).qdq
     assert_close_db(sim.model(batches[1]), in_onnxruntime(path)(batches[1]), 100)
     assert sim.verify(batches[1]).ok
@@ -820,8 +803,7 @@ def test_real_zero_points_are_exported_and_kept_in_checkpoints(tmp_path: Path) -
 def test_real_zero_points_of_activations_are_refused_where_they_are_written(tmp_path: Path) -> None:
     x = torch.randn(2, 4, 5, 5)
     rules = {"rules": [{"match": "out", "output": {"format": "uint8", "symmetry": "float_zero_point"}}]}
-    sim = QuantizationSimModel(ThreeLayers().eval(), x, config_file=rules)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(ThreeLayers().eval(), x, config_file=rules), [x])
     with pytest.raises(ExportError, match="zero points of ONNX are whole numbers.*float_zero_point is for weights"):
         sim.export(tmp_path, "net", x)
 
@@ -874,8 +856,7 @@ def test_unsigned_weights_compute_the_simulation_on_every_cpu(
         for weight in (model[0].weight, model[3].weight):
             weight.abs_()
     x = 0.5 + torch.rand(2, 4, 5, 5)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     exported = sim.export(tmp_path, "net", x, unsigned_weights=unsigned)
     weights = [
         array for array in map(onnx.numpy_helper.to_array, onnx.load(exported.qdq).graph.initializer) if array.ndim > 1

@@ -14,6 +14,7 @@ from bitwright.errors import ExportError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.calls.inputs import as_call, caches_in, flatten_tensors
 from tests.support.sessions import integer_session
+from tests.support.simulations import calibrated
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,8 +61,7 @@ def test_a_cache_holds_tensors_and_is_copied_for_every_call() -> None:
 def test_lengths_vary_whatever_the_example_is_of(preset: str, tmp_path: Path) -> None:
     """The example of one new token would fix that axis in ``torch.export``; a prefill has no past at all."""
     example = inputs(1, 1, 5)
-    sim = QuantizationSimModel(model(), example, preset=preset)
-    sim.compute_encodings([inputs(1, 4, 3), inputs(2, 6, 0)], progress=False)
+    sim = calibrated(QuantizationSimModel(model(), example, preset=preset), [inputs(1, 4, 3), inputs(2, 6, 0)])
     exported = sim.export(tmp_path, "decoder", example)
     session = integer_session(exported.qdq)
     shapes = {i.name: i.shape for i in session.get_inputs()}
@@ -93,8 +93,7 @@ def test_a_window_that_counts_in_python_is_refused() -> None:
     window = transformers.DynamicCache(config=config)
     window.update(torch.randn(1, KV, 5, HEAD), torch.randn(1, KV, 5, HEAD), 0)
     given["past_key_values"] = window
-    sim = QuantizationSimModel(model(), inputs(1, 2, 3), preset="w4g32")
-    sim.compute_encodings([inputs(1, 2, 3)], progress=False)
+    sim = calibrated(QuantizationSimModel(model(), inputs(1, 2, 3), preset="w4g32"), [inputs(1, 2, 3)])
     with pytest.raises(
         ExportError, match=r"DynamicCache: it has layers of the kind DynamicSlidingWindowLayer.*without a config"
     ):

@@ -28,6 +28,7 @@ from bitwright.torch.simulation import exported_program as translations
 from bitwright.torch.simulation.export import _in_memory as in_memory
 from bitwright.torch.simulation.exported_program import TRANSLATIONS, by_public_function, takes_registry, to_onnx
 from bitwright.torch.simulation.simulate import mark
+from tests.support.simulations import calibrated
 
 
 def squeezed(x: Tensor) -> Tensor:
@@ -146,8 +147,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("free", [False, True])
 def test_the_file_computes_what_torch_does(free: bool, tmp_path: Path) -> None:
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
-    sim = QuantizationSimModel(Net().eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(Net().eval(), x), [x])
     sim.export(tmp_path, "m", dynamic_batch=free)
     found = ort.InferenceSession(tmp_path / "m_float.onnx").run(None, {"x": x.numpy()})
     with sim.in_float():
@@ -169,8 +169,7 @@ class Overlapping(nn.Module):
 
 def test_memory_that_a_tensor_does_not_hold_in_its_order_is_refused_with_the_line(tmp_path: Path) -> None:
     x = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(1))
-    sim = QuantizationSimModel(Overlapping().eval(), x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(Overlapping().eval(), x), [x])
     with pytest.raises(ExportError, match=r"test_exported_program.py:\d+, in forward: as_strided reads memory there"):
         sim.export(tmp_path, "m")
 
@@ -277,8 +276,7 @@ def test_no_constant_is_lost(eps: float, tmp_path: Path) -> None:
     """The exporter's rules take ``+ 1e-15`` for an addition of zero: the file divided zero by zero."""
     torch.manual_seed(0)
     model, x = Guarded(eps).eval(), torch.randn(16, 8)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     sim.export(tmp_path, "m", x)
     session = ort.InferenceSession(tmp_path / "m_float.onnx")
     assert [i.name for i in session.get_inputs()] == ["x"]
@@ -431,9 +429,7 @@ def simulated(model: nn.Module, *batches: Any) -> QuantizationSimModel:
     model.eval()
     with torch.no_grad():
         model(*batches[0])  # it has run before
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(list(batches), progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, batches[0]), list(batches))
 
 
 def in_runtime(file: Any, *inputs: Tensor) -> np.ndarray:
@@ -666,8 +662,7 @@ def test_checks_on_values_are_left_out_of_the_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     batch = (torch.tensor([[3, 3, 5, 6, 7, 8]]), torch.randn(2, 8))
     model = Checked().eval()
-    sim = QuantizationSimModel(model, batch)
-    sim.compute_encodings([batch], allow_unreached=True, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batch), [batch], allow_unreached=True)
     exported = sim.export(tmp_path, "m", batch)
     np.testing.assert_allclose(in_runtime(exported.qdq, *batch), sim.model(*batch).detach(), atol=1e-6)
     assert sim.verify(batch).ok
@@ -735,8 +730,7 @@ def test_runs_are_paired_where_the_exporter_merges_constants_between_others() ->
     # Two of the four steps are equal, and all have one code: the file has seven of the eight factors.
     torch.manual_seed(0)
     batch = torch.randn(4, 8)
-    sim = QuantizationSimModel(Integrated().eval(), batch)
-    sim.compute_encodings([batch], progress=False)
+    sim = calibrated(QuantizationSimModel(Integrated().eval(), batch), [batch])
     report = sim.verify(batch)
     assert report.ok
     assert all(row.as_float.equal == row.as_integer.equal == 1.0 for row in report.rows)

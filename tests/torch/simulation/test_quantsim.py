@@ -32,6 +32,7 @@ from bitwright.errors import (
 from bitwright.torch.calls.inputs import Inputs
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from tests.conformance.test_state import Branch
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -59,9 +60,7 @@ def batches() -> list[Tensor]:
 
 @pytest.fixture
 def sim(model: Net, batches: list[Tensor]) -> QuantizationSimModel:
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(batches)
-    return sim
+    return calibrated(QuantizationSimModel(model, batches[0]), batches)
 
 
 # -- what it computes
@@ -120,8 +119,7 @@ def test_the_bias_has_the_scale_of_the_products(sim: QuantizationSimModel) -> No
     ids=str,
 )
 def test_every_scheme_calibrates(model: Net, batches: list[Tensor], scheme) -> None:  # type: ignore[no-untyped-def]
-    sim = QuantizationSimModel(model, batches[0], scheme)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], scheme), batches)
     assert torch.isfinite(sim.model(batches[0])).all()
 
 
@@ -129,8 +127,7 @@ def test_every_scheme_calibrates(model: Net, batches: list[Tensor], scheme) -> N
     "preset", ["w8a8", "w4a8", "w8a16", "w4a16", "w8", "w4", "w8a8_per_tensor", "fp8", "fp16", "bf16"]
 )
 def test_presets(model: Net, batches: list[Tensor], preset: str) -> None:
-    sim = QuantizationSimModel(model, batches[0], preset=preset)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], preset=preset), batches)
     assert torch.isfinite(sim.model(batches[0])).all()
     if preset in ("w8", "w4"):
         assert {s.role for s in sim.quantizers.values()} == {"weight"}
@@ -155,8 +152,7 @@ def test_weights_changed_through_data_are_seen(sim: QuantizationSimModel, batche
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 def test_elements_exchanged_through_data_are_seen(model, batches, layout):
     """The sum and almost every element stay what they were, and so do address and version."""
-    sim = QuantizationSimModel(model.to(memory_format=layout), batches[0])
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model.to(memory_format=layout), batches[0]), batches)
     with torch.no_grad():
         before = sim.model(batches[0])
         weight = sim.model.conv.weight
@@ -189,8 +185,7 @@ def test_a_weight_that_is_a_view_with_gaps_is_followed(batches: list[Tensor]) ->
             return F.linear(x, self.weight)
 
     x = batches[0].reshape(-1, 6)
-    sim = QuantizationSimModel(Gaps(), x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(Gaps(), x), [x])
     sim.model(x)
     sim.model.weight.data = torch.randn(8, 12)[:, ::2] * sim.model.weight.abs().mean()
     sim.model(x)
@@ -209,8 +204,7 @@ def test_calibration_accepts_callbacks_tuples_and_dicts(model: Net, batches: lis
         (lambda m, data: [m(b) for b in data], batches),
         ((b for b in batches), None),
     ):
-        sim = QuantizationSimModel(model, batches[0])
-        sim.compute_encodings(data, args)
+        sim = calibrated(QuantizationSimModel(model, batches[0]), data, args)
         encodings.append({n: s.encoding for n, s in sim.quantizers.items()})
     assert all(e == encodings[0] for e in encodings)
 
@@ -226,8 +220,7 @@ def test_training_flags_and_gradients_come_back(model: Net, batches: list[Tensor
 
 
 def test_training_lowers_the_loss_of_the_quantized_model(model: Net, batches: list[Tensor]) -> None:
-    sim = QuantizationSimModel(model, batches[0], default_param_bw=4, default_output_bw=4)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], default_param_bw=4, default_output_bw=4), batches)
     target = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.Adam(sim.model.parameters(), 1e-2)
     losses = []
@@ -358,8 +351,7 @@ def test_dataclasses_dicts_none_integers_and_booleans() -> None:
 def test_a_call_first_seen_after_calibration_runs_in_float_and_is_listed_once(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(1, 2)
     model = Branch(nn.Linear(2, 2))
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     with caplog.at_level(logging.WARNING, "bitwright"):
         assert torch.equal(sim.model(-x), model(-x))
         sim.model(-x)
@@ -368,8 +360,7 @@ def test_a_call_first_seen_after_calibration_runs_in_float_and_is_listed_once(ca
     with sim.quantizers._calibrated_on_part(), pytest.raises(KeyError):
         sim.quantizers["of another model"]
     assert sim.quantizers._says_unreached  # an error inside the block does not leave the warnings switched off
-    both = QuantizationSimModel(model, x, examples=[-x])
-    both.compute_encodings([x, -x])
+    both = calibrated(QuantizationSimModel(model, x, examples=[-x]), [x, -x])
     assert not torch.equal(both.model(-x), model(-x))
 
 
@@ -392,8 +383,7 @@ class RowByRow(nn.Module):
 @pytest.mark.parametrize("when", ["calibration", "simulation", "active"])
 def test_calls_that_the_example_did_not_make_are_one_warning(when: str, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(5, 2)
-    sim = QuantizationSimModel(RowByRow(), x[:2])
-    sim.compute_encodings([x] if when == "calibration" else [x[:2]], progress=False)
+    sim = calibrated(QuantizationSimModel(RowByRow(), x[:2]), [x] if when == "calibration" else [x[:2]])
     if when == "active":
         with sim.active():
             sim.model(x)
@@ -437,8 +427,7 @@ def test_calling_forward_directly_is_simulated_too(sim: QuantizationSimModel, ba
 
 def test_in_place_simulation_can_be_taken_off(model: Net, batches: list[Tensor]) -> None:
     before = model(batches[0])
-    sim = QuantizationSimModel(model, batches[0], in_place=True)
-    sim.compute_encodings(batches)
+    sim = calibrated(QuantizationSimModel(model, batches[0], in_place=True), batches)
     assert sim.model is model and not torch.equal(model(batches[0]), before)
     assert torch.equal(sim.remove()(batches[0]), before)
     assert "forward" not in vars(model) and not any(m._forward_hooks for m in model.modules())
@@ -583,8 +572,7 @@ class Cached(nn.Module):
 def test_a_cache_that_starts_empty_needs_no_site_and_serves_later_steps() -> None:
     torch.manual_seed(0)
     model, x = Cached().eval(), torch.randn(2, 3, 4)
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x, torch.randn(2, 3, 4)])
+    sim = calibrated(QuantizationSimModel(model, x), [x, torch.randn(2, 3, 4)])
     assert not any("cat" in name for name in sim.quantizers)
     assert "it has no elements" in set(sim.plan.floats.values())
     scores, keys = sim.model(x)
@@ -605,8 +593,7 @@ def test_an_empty_tensor_passes_a_site_that_calibration_did_not_reach() -> None:
             return torch.cat([self.a(x[chosen]), self.b(x[~chosen])])
 
     x = torch.tensor([[1.0, 2.0], [-1.0, 2.0]])
-    sim = QuantizationSimModel(Halves(), x)
-    sim.compute_encodings([x[:1]])
+    sim = calibrated(QuantizationSimModel(Halves(), x), [x[:1]])
     assert sim.model(x[:1]).shape == (1, 2)
     with pytest.raises(CalibrationError, match=r"b\..*calibration never reached this site"):
         sim.model(x)
@@ -624,10 +611,8 @@ def test_weights_that_no_batch_reached_are_calibrated_from_their_values() -> Non
 
     x = torch.ones(1, 2)
     model = Branch()
-    sim = QuantizationSimModel(model, x, examples=[-x])
-    sim.compute_encodings([x], allow_unreached=True)
-    alone = QuantizationSimModel(model, x, examples=[-x])
-    alone.compute_encodings([x, -x])
+    sim = calibrated(QuantizationSimModel(model, x, examples=[-x]), [x], allow_unreached=True)
+    alone = calibrated(QuantizationSimModel(model, x, examples=[-x]), [x, -x])
     weights = [site for site in sim.quantizers.values() if site.role == "weight"]
     assert len(weights) == 3
     for site in weights:
@@ -690,8 +675,7 @@ def test_ctrl_c_keeps_the_statistics_and_resumes(model, batches, caplog):
     assert any("interrupted after 1 runs" in r.message and "resume=True" in r.message for r in caplog.records)
     assert torch.isfinite(sim.model(batches[0])).all()
     sim.compute_encodings(batches[1:], resume=True)
-    whole = QuantizationSimModel(model, batches[0])
-    whole.compute_encodings(batches)
+    whole = calibrated(QuantizationSimModel(model, batches[0]), batches)
     assert {n: s.encoding for n, s in sim.quantizers.items()} == {n: s.encoding for n, s in whole.quantizers.items()}
 
 
@@ -767,8 +751,7 @@ def test_tied_parameters_are_stored_once(tmp_path: Path) -> None:
 
     ids = torch.tensor([[0, 5, 3]])
     model = Tied()
-    sim = QuantizationSimModel(model, ids)
-    sim.compute_encodings([ids])
+    sim = calibrated(QuantizationSimModel(model, ids), [ids])
     sim.save_checkpoint(tmp_path)
     fresh = QuantizationSimModel(model, ids)
     fresh.load_checkpoint(tmp_path)
@@ -928,16 +911,14 @@ def test_attention_of_16_bits_is_rounded_inside_only_where_it_is_quantized(dtype
 
     torch.manual_seed(0)
     model, x = Attention().to(dtype), torch.randn(2, 12, 16, dtype=dtype)
-    sim = QuantizationSimModel(model, x, preset="w8")
-    sim.compute_encodings()
+    sim = calibrated(QuantizationSimModel(model, x, preset="w8"))
     kernel = Attention().to(dtype)
     kernel.load_state_dict(model.state_dict())
     weight = affine.fake_quantize(model.parts.weight.detach().float().numpy(), sim.quantizers["parts.weight"].encoding)
     kernel.parts.weight.data = torch.from_numpy(weight).to(dtype)
     with torch.no_grad():
         assert torch.equal(sim.model(x), kernel(x))
-    quantized = QuantizationSimModel(model, x, preset="w8", kv_cache={"value": "int8"})
-    quantized.compute_encodings([x])
+    quantized = calibrated(QuantizationSimModel(model, x, preset="w8", kv_cache={"value": "int8"}), [x])
     with torch.no_grad():
         assert not torch.equal(quantized.model(x), kernel(x))
         assert (quantized.model(x) - kernel(x)).abs().max() < 0.05

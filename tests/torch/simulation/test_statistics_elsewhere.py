@@ -11,6 +11,7 @@ from torch import nn
 
 from bitwright import RangeMethod
 from bitwright.torch import QuantizationSimModel
+from tests.support.simulations import calibrated
 
 DATA = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 
@@ -49,8 +50,7 @@ print(json.dumps(found))
 
 
 def test_another_process_changes_bits_symmetry_method_and_target(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(network(), DATA[0], "mse")
-    sim.compute_encodings(DATA, progress=False)
+    sim = calibrated(QuantizationSimModel(network(), DATA[0], "mse"), DATA)
     before = {name: site.encoding for name, site in sim.quantizers.items()}
     sim.save_checkpoint(tmp_path / "saved")
     command = [sys.executable, "-c", _OTHER, str(tmp_path / "saved"), str(tmp_path / "exported")]

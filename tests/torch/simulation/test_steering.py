@@ -17,6 +17,7 @@ from bitwright.core.health.diagnosis import Repair
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.simulation.simulate import repaired
+from tests.support.simulations import calibrated
 
 
 class Adaptive(nn.Module):
@@ -48,8 +49,7 @@ def test_a_solver_that_chooses_its_steps_takes_those_of_the_float_model() -> Non
     with torch.no_grad():
         for p in model.f.parameters():
             p.mul_(2)
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches[0]), batches)
     rows = {row.name: row for row in sim.coverage()}
     for row in rows.values():
         # a place of several calls may hand a state to a layer, which quantizes it there
@@ -163,8 +163,7 @@ def test_other_lengths_and_batches_run_and_keep_their_accuracy(bias: Bias) -> No
     model = Attention(bias).eval()
     batches = [torch.randn(b, n, D) for b, n in ((2, 13), (2, 9), (1, 17), (3, 13))]
     for example in batches[:3]:
-        sim = QuantizationSimModel(model, example)
-        sim.compute_encodings(batches, progress=False)
+        sim = calibrated(QuantizationSimModel(model, example), batches)
         with torch.no_grad():
             for x in (*batches, 0.5 * torch.randn(1, 11, D)):
                 y = model(x)
@@ -208,8 +207,7 @@ class Selected(nn.Module):
 def test_positions_are_activations_where_values_decide_on_the_length(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, batches = make().eval(), [0.7 * torch.randn(1, 12, D) for _ in range(4)]
-    sim = QuantizationSimModel(model, batches[0])
-    sim.compute_encodings(batches, progress=False)
+    sim = calibrated(QuantizationSimModel(model, batches[0]), batches)
     with torch.no_grad():
         lengths = set()
         for x in batches:
@@ -329,8 +327,7 @@ def test_what_an_operator_hands_on_stays_as_it_was_for_other_readers(hand_on: Ca
     x, model = torch.randn(2, 3, 6, 6), Frames(hand_on).eval()
     with torch.no_grad():
         model.decoder.time.weight.mul_(6)  # so that the grids differ
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model, x), [x])
     with torch.no_grad():
         found = sim.model(x)[1]
     encoding = sim.quantizers["decoder.a.output[0]"].encoding
@@ -422,8 +419,7 @@ def simulated(name: str) -> QuantizationSimModel:
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_integers_in_simulation_and_file_and_trained_ones_verify(name, learned, tmp_path):
-    sim = simulated(name)
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(simulated(name), [X])
     if learned:
         sim.learn_ranges()
     biases = [site for site in sim.quantizers.values() if site.role == "bias"]
@@ -443,8 +439,7 @@ def test_they_are_integers_in_simulation_and_file_and_trained_ones_verify(name, 
 
 
 def test_loaded_encodings_serve_before_any_run(tmp_path: Path) -> None:
-    sim = simulated("cross")
-    sim.compute_encodings([X], progress=False)
+    sim = calibrated(simulated("cross"), [X])
     sim.save_checkpoint(tmp_path)
     again = simulated("cross")
     again.load_checkpoint(tmp_path)
@@ -467,8 +462,7 @@ def test_the_file_of_an_onnx_model_has_them_as_integers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = str(tmp_path / "float.onnx")  # with its weights in a file beside it
     torch.onnx.export(PackedAttention("cross").eval(), (X,), path, dynamo=True, verbose=False, external_data=True)
-    sim = OnnxSim(path, default_activation_bw=8, default_param_bw=4)
-    sim.compute_encodings([{"x": X.numpy()}], progress=False)
+    sim = calibrated(OnnxSim(path, default_activation_bw=8, default_param_bw=4), [{"x": X.numpy()}])
     sim.export(str(tmp_path / "out"), "model")
     assert (
         integer_biases(tmp_path / "out" / "model.onnx") == 5

@@ -19,6 +19,7 @@ from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel, TrainingGuard
 from bitwright.torch.quantizers import fake_quantize, learned_range, quantizer
 from bitwright.torch.simulation import simulate
+from tests.support.simulations import calibrated
 from tests.torch.simulation.test_steering import PackedAttention
 
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__"}
@@ -92,8 +93,7 @@ def simulated(name: str, learned: bool) -> tuple[QuantizationSimModel, Tensor]:
     torch.manual_seed(0)
     make, shape = MODELS[name]
     x = torch.randn(shape)
-    sim = QuantizationSimModel(make().eval(), x, preset="w4a8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(make().eval(), x, preset="w4a8"), [x])
     if learned:
         sim.learn_ranges()
     return sim, x

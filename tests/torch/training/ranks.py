@@ -37,6 +37,7 @@ from bitwright.torch import (
     quantize,
     reestimate_bn_stats,
 )
+from tests.support.simulations import calibrated
 
 BATCHES = 6
 
@@ -98,8 +99,7 @@ def spread(how: str, rank: int, count: int) -> list[Tensor]:
 
 def calibrate(how: str, scheme: str) -> Callable[[int, int], str]:
     def run(rank: int, count: int) -> str:
-        sim = simulation(scheme)
-        sim.compute_encodings(spread(how, rank, count), progress=False)
+        sim = calibrated(simulation(scheme), spread(how, rank, count))
         return digest(sim)
 
     return run
@@ -220,8 +220,7 @@ def optimizer_of(sim: QuantizationSimModel) -> torch.optim.Optimizer:
 
 def learning(rank: int, count: int, **options: Any) -> tuple[QuantizationSimModel, torch.optim.Optimizer]:
     """A calibrated simulation with ranges that train, and an optimizer of all its parameters."""
-    sim = simulation()
-    sim.compute_encodings(spread("turns", rank, count), progress=False)
+    sim = calibrated(simulation(), spread("turns", rank, count))
     sim.learn_ranges(**options)
     return sim, optimizer_of(sim)
 
@@ -308,8 +307,7 @@ def trained(rank: int, count: int) -> Any:
 
 
 def trained_with_fixed_ranges(rank: int, count: int) -> Any:
-    sim = simulation()
-    sim.compute_encodings(spread("turns", rank, count), progress=False)
+    sim = calibrated(simulation(), spread("turns", rank, count))
     steps(wrapped(sim, count), torch.optim.Adam(sim.model.parameters(), lr=0.01), 0, 20, rank, count)
     return parameters(sim)
 
@@ -345,8 +343,7 @@ def perceptron(rank: int, count: int, spread_out: Callable[[nn.Module, int], nn.
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)), nn.Linear(6, 2))
     data = [torch.randn(8, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    sim = QuantizationSimModel(model.eval(), data[0], preset="w4a8")
-    sim.compute_encodings(data[rank::count], progress=False)
+    sim = calibrated(QuantizationSimModel(model.eval(), data[0], preset="w4a8"), data[rank::count])
     sim.learn_ranges()
     sim.model.train()
     call = spread_out(sim.model, count)
@@ -431,9 +428,7 @@ class Normed(nn.Module):
 
 
 def normed() -> QuantizationSimModel:
-    sim = QuantizationSimModel(Normed().eval(), batches()[0], preset="w4a8")
-    sim.compute_encodings(batches(), progress=False, distributed=False)
-    return sim
+    return calibrated(QuantizationSimModel(Normed().eval(), batches()[0], preset="w4a8"), batches(), distributed=False)
 
 
 def norms(how: str) -> Callable[[int, int], str]:
@@ -462,8 +457,7 @@ def norms_that_fail(rank: int) -> None:
 
 def unused_parameters(rank: int) -> None:
     """A parameter that no step uses, and DDP that was not told so: torch says it at the second step."""
-    sim = simulation()
-    sim.compute_encodings(batches(), progress=False)
+    sim = calibrated(simulation(), batches())
     call = DistributedDataParallel(sim.model)
     steps(call, torch.optim.SGD(sim.model.parameters(), lr=0.01), 0, 2, rank, 2)
 

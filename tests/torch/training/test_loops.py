@@ -16,14 +16,14 @@ from bitwright.core.numerics.affine import fake_quantize
 from bitwright.errors import ConfigError, ModelError
 from bitwright.torch import QuantizationSimModel, TrainingGuard, fold_all_batch_norms
 from bitwright.torch.quantizers.learned_range import LearnedRange
+from tests.support.simulations import calibrated
 
 
 def make(width: int = 8) -> tuple[QuantizationSimModel, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
     data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(4)]
-    sim = QuantizationSimModel(model.eval(), data[0][0], preset="w4a8")
-    sim.compute_encodings([x for x, _ in data], progress=False)
+    sim = calibrated(QuantizationSimModel(model.eval(), data[0][0], preset="w4a8"), [x for x, _ in data])
     sim.model.train()
     return sim, data
 
@@ -92,8 +92,7 @@ def test_modules_in_half_precision_train_on_the_grid_of_float32(dtype: torch.dty
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
     x = torch.randn(8, 6, dtype=dtype)
-    sim = QuantizationSimModel(model.eval(), x, preset="w4a8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model.eval(), x, preset="w4a8"), [x])
     if learned:
         sim.learn_ranges()
     sim.model.train()
@@ -140,8 +139,7 @@ def test_additions_in_place_have_the_gradients_of_others(learned: bool, size: in
     found = []
     for in_place in (True, False):
         torch.manual_seed(0)
-        sim = QuantizationSimModel(Residual(in_place).eval(), x, preset="w4a8")
-        sim.compute_encodings([x], progress=False)
+        sim = calibrated(QuantizationSimModel(Residual(in_place).eval(), x, preset="w4a8"), [x])
         if learned:
             sim.learn_ranges()
         sim.model.train()
@@ -262,8 +260,7 @@ def test_the_trainer_of_transformers_with_checkpointing_trains_as_without(tmp_pa
         {"input_ids": torch.randint(32, (6,), generator=generator), "labels": torch.tensor(i % 2)} for i in range(8)
     ]
     batch = {"input_ids": torch.stack([row["input_ids"] for row in rows])}
-    sim = QuantizationSimModel(transformers.BertForSequenceClassification(config).eval(), batch)
-    sim.compute_encodings([batch], progress=False)
+    sim = calibrated(QuantizationSimModel(transformers.BertForSequenceClassification(config).eval(), batch), [batch])
     found = []
     for checkpointing in (False, True):
         one = copy.deepcopy(sim)
@@ -301,8 +298,7 @@ class WithLoss(nn.Module):
 def learning() -> tuple[QuantizationSimModel, Rows]:
     rows = Rows(make()[1])
     torch.manual_seed(0)
-    sim = QuantizationSimModel(WithLoss().eval(), rows.x, preset="w4a8")
-    sim.compute_encodings([rows.x], progress=False)
+    sim = calibrated(QuantizationSimModel(WithLoss().eval(), rows.x, preset="w4a8"), [rows.x])
     sim.learn_ranges()
     return sim, rows
 
@@ -416,8 +412,7 @@ def test_too_many_in_a_row_stop_the_training() -> None:
 def test_a_simulation_survives_a_bad_batch() -> None:
     torch.manual_seed(0)
     data = [torch.randn(8, 6) for _ in range(6)]
-    sim = QuantizationSimModel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), data[0])
-    sim.compute_encodings(data)
+    sim = calibrated(QuantizationSimModel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), data[0]), data)
     encodings = {name: site.encoding for name, site in sim.quantizers.items()}
     guard = TrainingGuard(torch.optim.SGD(sim.model.parameters(), lr=0.05))
     data[3][2, 1] = math.nan
@@ -453,8 +448,7 @@ def test_a_value_that_is_quantized_where_it_is_read_may_be_overwritten_there() -
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     sims = []
     for in_place in (True, False):
-        sim = QuantizationSimModel(InPlace(), (x, in_place))
-        sim.compute_encodings([(x, in_place)], progress=False)
+        sim = calibrated(QuantizationSimModel(InPlace(), (x, in_place)), [(x, in_place)])
         sim.model.train()
         out = sim.model(x, in_place)
         out.square().sum().backward()
@@ -471,8 +465,7 @@ def test_sparse_gradients_of_embeddings_stay_sparse_and_right(preset: str) -> No
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 3))
         x = torch.tensor([[1, 3], [3, 9]])
-        sim = QuantizationSimModel(model, x, preset=preset)
-        sim.compute_encodings([x], progress=False)
+        sim = calibrated(QuantizationSimModel(model, x, preset=preset), [x])
         optimizer = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(model[0].parameters(), lr=0.1)
         sim.model.train()
         sim.model(x).square().sum().backward()
@@ -490,8 +483,7 @@ def test_gradients_of_ranges_do_not_take_the_room_of_those_of_the_model(monkeypa
     with torch.no_grad():
         model[2].weight.mul_(1e-3)
     x = torch.randn(16, 6)
-    sim = QuantizationSimModel(model.eval(), x, preset="w4a8")
-    sim.compute_encodings([x], progress=False)
+    sim = calibrated(QuantizationSimModel(model.eval(), x, preset="w4a8"), [x])
     sim.learn_ranges()
     parameters = list(sim.model.parameters())
     before = [p.detach().clone() for p in parameters]

@@ -15,6 +15,7 @@ from bitwright.torch import QuantizationSimModel, add_low_rank_branches, apply_g
 from bitwright.torch.training.low_rank import LowRankBranch
 from tests.methods.transformer import Decoder, tokens
 from tests.support import data
+from tests.support.simulations import calibrated
 
 
 class Net(nn.Module):
@@ -34,9 +35,7 @@ def inputs(seed: int) -> Tensor:
 
 
 def simulated(model: nn.Module, x: Tensor, preset: str = "w3g64") -> QuantizationSimModel:
-    sim = QuantizationSimModel(model, x, preset=preset)
-    sim.compute_encodings(progress=False)
-    return sim
+    return calibrated(QuantizationSimModel(model, x, preset=preset))
 
 
 def error(sim: QuantizationSimModel, model: nn.Module, x: Tensor) -> float:

@@ -26,6 +26,7 @@ from bitwright.torch import (
     parameter_groups,
     pivot_gradients,
 )
+from tests.support.simulations import calibrated
 
 X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -44,9 +45,7 @@ class Net(nn.Module):
 
 def make(bits: int = 4) -> QuantizationSimModel:
     torch.manual_seed(0)
-    sim = QuantizationSimModel(Net(), X, default_param_bw=bits, default_output_bw=bits)
-    sim.compute_encodings([X])
-    return sim
+    return calibrated(QuantizationSimModel(Net(), X, default_param_bw=bits, default_output_bw=bits), [X])
 
 
 def test_the_loss_is_the_divergence_of_the_two_distributions():
@@ -136,8 +135,7 @@ def test_batches_are_given_as_the_model_takes_them():
             return SimpleNamespace(), (self.fc(a if b is None else a + b),)
 
     x = torch.randn(3, 4)
-    sim = QuantizationSimModel(Two(), {"a": x, "b": x})
-    sim.compute_encodings([{"a": x, "b": x}])
+    sim = calibrated(QuantizationSimModel(Two(), {"a": x, "b": x}), [{"a": x, "b": x}])
     distillation = Distillation(sim, output=lambda output: output[1][0])
     for batch in ({"a": x, "b": x}, (x, x)):
         assert bool(distillation(batch)[0].isfinite())
@@ -160,8 +158,7 @@ def low_rank_sim(bits: int = 4) -> tuple[QuantizationSimModel, torch.Tensor]:
     """A simulation, and what its float model computes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
-    sim = QuantizationSimModel(model, ROWS, default_param_bw=bits, default_output_bw=8)
-    sim.compute_encodings([ROWS], progress=False)
+    sim = calibrated(QuantizationSimModel(model, ROWS, default_param_bw=bits, default_output_bw=8), [ROWS])
     return sim, model(ROWS).detach()
 
 
@@ -325,9 +322,7 @@ SAMPLE = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 def partial_sim() -> QuantizationSimModel:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)))
-    sim = QuantizationSimModel(model, SAMPLE)
-    sim.compute_encodings([SAMPLE])
-    return sim
+    return calibrated(QuantizationSimModel(model, SAMPLE), [SAMPLE])
 
 
 def changed(sim: QuantizationSimModel, groups: list[dict[str, object]]) -> set[str]:
@@ -381,9 +376,7 @@ def test_what_names_nothing_is_an_error():
 
 
 def sim_of(model: nn.Module, x: torch.Tensor, bits: int = 4) -> QuantizationSimModel:
-    sim = QuantizationSimModel(model, x, default_param_bw=bits, default_output_bw=8)
-    sim.compute_encodings([x])
-    return sim
+    return calibrated(QuantizationSimModel(model, x, default_param_bw=bits, default_output_bw=8), [x])
 
 
 def gradients(sim: QuantizationSimModel, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
