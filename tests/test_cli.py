@@ -41,7 +41,7 @@ from bitwright.torch import QuantizationSimModel
 from tests.analysis.conftest import Net as AnalysisNet
 from tests.analysis.conftest import batches
 from tests.analysis.conftest import exported as exported_model
-from tests.onnx.nets import Net, body
+from tests.onnx.nets import Net, two_branches
 from tests.support.simulations import calibrated
 
 ROOT = Path(__file__).parents[1]
@@ -311,13 +311,7 @@ def test_a_file_that_its_target_refuses_is_one_warning_and_no_error_of_quantize(
 
 
 def test_quantize_says_what_to_do_about_a_branch_that_the_data_do_not_take(tmp_path, monkeypatch):
-    then, other, net = Net(1), Net(2), Net()
-    then("MatMul", "x", then.weights(4, 4), name="mt", out="t1")
-    other("MatMul", "x", other.weights(4, 4), name="mo", out="o1")
-    net.input("x", (3, 4))
-    net.input("cond", (), onnx.TensorProto.BOOL)
-    branches = {"then_branch": body("t1", net=then), "else_branch": body("o1", net=other)}
-    onnx.save(net.model(net("If", "cond", name="branch", out="y", **branches)), tmp_path / "net.onnx")
+    onnx.save(two_branches(), tmp_path / "net.onnx")
     (tmp_path / "one_branch.py").write_text(
         "import numpy as np\ndef feeds():\n    return [{'x': np.ones((3, 4), np.float32), 'cond': np.array(True)}]\n"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.sources import load_script
 
 ROOT = Path(__file__).parents[1]
 #: what a browser loads without being asked: not the links that a reader may follow
@@ -22,11 +23,7 @@ LOADED_BY_STYLE = re.compile(r"(?:@import\s+[\"']?|url\([\"']?)(?:https?:)?//[^\
 
 
 def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / path)
 
 
 hooks = load("docs/site/hooks.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -16,17 +15,15 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.support.sources import load_script
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "quickstart.py"
 
 
 @pytest.fixture
 def quickstart() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_training_and_test_digits_are_apart(quickstart):
@@ -50,11 +47,7 @@ def test_network_learns_the_digits(quickstart):
 
 @pytest.mark.slow
 def test_training_a_quantized_lstm_gains_accuracy():
-    spec = importlib.util.spec_from_file_location("recurrent_qat", ROOT / "examples" / "recurrent_qat.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    percent = module.main()
+    percent = load_script(ROOT / "examples" / "recurrent_qat.py").main()
     assert percent["float"] >= 94.0
     assert percent["W8A8, after training"] >= percent["float"] - 1.0
     assert percent["W4A8, trained quantized"] >= percent["W4A8, after training"] + 2.0
@@ -62,11 +55,7 @@ def test_training_a_quantized_lstm_gains_accuracy():
 
 @pytest.mark.slow
 def test_training_with_a_guard_gains_accuracy_and_leaves_the_damaged_batch_out():
-    spec = importlib.util.spec_from_file_location("qat", ROOT / "examples" / "qat.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    percent, guard = module.main()
+    percent, guard = load_script(ROOT / "examples" / "qat.py").main()
     assert percent["float"] >= 95.0
     assert percent["W4A8, trained quantized"] >= percent["W4A8, after training"] + 1.0
     assert (guard.steps, guard.skipped, guard.reasons) == (78, 3, {"loss": 3})
@@ -101,11 +90,7 @@ def test_script_prints_its_five_rows(tmp_path):
 
 
 def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "examples" / f"{name}.py")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.export.marked import Array, Graph, simulate
 from tests.onnx import flow
-from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, feeds_for
+from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, feeds_for, loop_step
 from tests.support.cost import steps
 from tests.support.simulations import calibrated
 
@@ -42,9 +42,8 @@ def counted_loop() -> onnx.ModelProto:
     x, trip = net.input("x", (2, 4)), net.input("trip", (), INT64)
     inner = Net(seed=8)
     v = inner("Relu", inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="product"), name="act", out="v_out")
-    each, going = inner("Identity", v, out="each"), inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), (v, FLOAT, (2, 4)), (each, FLOAT, (2, 4)), net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
+    each = inner("Identity", v, out="each")
+    step = loop_step((v, FLOAT, (2, 4)), (each, FLOAT, (2, 4)), net=inner, v_in=(2, 4))
     last, all_ = net("Loop", trip, net.const(np.bool_(True), "yes"), x, name="loop", out=["last", "all"], body=step)
     return net.model(net("MatMul", all_, net.weights(4, 2, name="V"), name="head", out="y"), last)
 
@@ -73,9 +72,7 @@ def nested_loops() -> onnx.ModelProto:
     w = net.weights(4, 4, name="W")
     inner, middle, then, other = Net(seed=8), Net(), Net(), Net()
     v = inner("Relu", inner("MatMul", "v_in", w, name="product"), name="act", out="v_out")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), v, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
+    step = loop_step(v, net=inner, v_in=(2, 4))
     count, yes = then.const(np.int64(3), "count"), then.const(np.bool_(True), "yes")
     graphs = {
         "then_branch": body(then("Loop", count, yes, "u_in", name="inner", out="looped", body=step), net=then),
@@ -103,9 +100,7 @@ def alternating(length: int | str = 4, turns: int = 4) -> onnx.ModelProto:
                                   out="other_made"), net=other),
     }  # fmt: skip
     v = inner("Add", inner("If", first, name="choice", out="chosen", **graphs), "v_in", name="sum", out="v_out")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), (v, FLOAT, (2, length)), net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, length))])  # fmt: skip
+    step = loop_step((v, FLOAT, (2, length)), net=inner, v_in=(2, length))
     count, yes = net.const(np.int64(turns), "count"), net.const(np.bool_(True), "yes")
     last = net("Loop", count, yes, x, name="loop", out="last", body=step)
     return net.model(net("MatMul", last, net.weights(4, 2, name="V"), name="head", out="y"))
@@ -140,9 +135,7 @@ def loop_in_one_branch() -> onnx.ModelProto:
     h = net("MatMul", x, net.weights(4, 4, name="U"), name="first", out="h")
     inner, then, other = Net(seed=8), Net(), Net()
     v = inner("Relu", inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="product"), name="act", out="v_out")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), v, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
+    step = loop_step(v, net=inner, v_in=(2, 4))
     yes = then.const(np.bool_(True), "yes")
     graphs = {
         "then_branch": body(then("Loop", trip, yes, h, name="loop", out="looped", body=step), net=then),
@@ -320,9 +313,7 @@ def test_a_loop_whose_tensors_change_shape_is_not_compared(caplog):
     x = net.input("x", (2, 4))
     v = inner("Concat", "v_in", inner("Relu", inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="p")),
               axis=0, out="v_out")  # fmt: skip
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), (v, FLOAT, (None, 4)), net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (None, 4))])  # fmt: skip
+    step = loop_step((v, FLOAT, (None, 4)), net=inner, v_in=(None, 4))
     count, yes = net.const(np.int64(3), "count"), net.const(np.bool_(True), "yes")
     proto = net.model(net("Loop", count, yes, x, name="loop", out="y", body=step))
     sim = calibrated(QuantizationSimModel(proto, feeds_for(proto, 0), threads=1))

@@ -23,6 +23,7 @@ from bitwright.onnx.program import OnnxSimulation
 from bitwright.precision.measure import Noise
 from bitwright.recipes.widen import widen
 from bitwright.torch.program import TorchSimulation
+from tests.conformance.test_exact import simulated
 from tests.conformance.test_ptq import exported
 from tests.support.simulations import calibrated
 
@@ -67,14 +68,6 @@ class Detector(nn.Module):
 def made(head: str) -> tuple[Detector, Tensor]:
     torch.manual_seed(0)
     return Detector(head).eval(), torch.rand(8, 3, 32, 32)
-
-
-def simulated(front: str, model: nn.Module, x: Tensor, **options: Any) -> tuple[Any, np.ndarray]:
-    if front == "torch":
-        sim: Any = calibrated(bt.QuantizationSimModel(model, x, **options), [x])
-        return sim, sim.model(x).detach().numpy()
-    sim = calibrated(bo.QuantizationSimModel(exported(model, x), x.numpy(), **options), [x.numpy()])
-    return sim, sim.run(x.numpy())[0]
 
 
 def matched(wanted: np.ndarray, found: np.ndarray) -> float:

@@ -366,15 +366,18 @@ def test_empty_tensors_are_counted():
     assert not any(health.empty for health in sim.health()), "a new calibration starts from nothing"
 
 
+class Parts(nn.Module):
+    """Two layers with an input each."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return self.a(x), self.b(y)
+
+
 def test_an_empty_tensor_in_a_batch_that_is_left_out_is_not_counted():
-    class Parts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x, y):
-            return self.a(x), self.b(y)
-
     sim = QuantizationSimModel(Parts(), (torch.randn(3, 4), torch.randn(3, 4)))
     good, bad, none = torch.randn(3, 4), torch.full((3, 4), torch.nan), torch.zeros(0, 4)
     sim.compute_encodings([(good, good), (bad, none), (good, none)], non_finite="skip")
@@ -422,14 +425,6 @@ def test_sites_that_share_an_encoding_have_channels_of_their_own():
 
 
 def test_a_batch_that_is_left_out_tells_nothing_of_channels():
-    class Parts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x, y):
-            return self.a(x), self.b(y)
-
     sim = QuantizationSimModel(Parts(), (torch.randn(3, 4), torch.randn(3, 4)))
     same, other, bad = torch.ones(3, 4), torch.randn(3, 4), torch.full((3, 4), torch.nan)
     sim.compute_encodings([(bad, other), (other, same), (bad, other)], non_finite="skip")

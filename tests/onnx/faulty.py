@@ -14,7 +14,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body
+from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, loop_step
 from tests.support import faults
 from tests.support.faults import Fault, LookAlike
 
@@ -347,10 +347,7 @@ def loop_body(*, culprit: str = "culprit") -> onnx.GraphProto:
     inner = Net()
     less = inner("Sub", "v_in", inner.const(1.0, "one"), name="count", out="v_out")
     share = inner("Div", "h_in", less, name=culprit, out="h_out")
-    going = inner("Identity", "going_in", out="going_out")
-    return body((going, BOOL, ()), less, share, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (4, 4)),
-                        ("h_in", FLOAT, (4, 4))])  # fmt: skip
+    return loop_step(less, share, net=inner, v_in=(4, 4), h_in=(4, 4))
 
 
 @fault("division by zero in a loop", "division by zero", batch=1, sample=2,
@@ -392,9 +389,7 @@ def _loop_state() -> Any:
     grown = inner("Mul", "v_in", inner.const(1e10, "big"), name="culprit", out="v_out")
     squeezed = inner("Tanh", grown, name="tanh", out="t_out")
     zero = inner("Sub", grown, grown, name="nothing", out="z_out")  # NaN as soon as the state is infinite
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), grown, squeezed, zero, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (4, 4))])  # fmt: skip
+    step = loop_step(grown, squeezed, zero, net=inner, v_in=(4, 4))
     count, yes = net.const(np.int64(8), "times"), net.const(np.bool_(True), "yes")
     net("Loop", count, yes, h, name="growing", out=["v", "each", "zeros"], body=step)
     total = net("ReduceSum", "zeros", net.const(np.int64([0])), name="total", keepdims=0)
@@ -444,9 +439,7 @@ def _captured() -> Any:
     spoilt = net("Log", h, name="culprit", out="spoilt")
     inner = Net()
     out = inner("Add", "v_in", spoilt, name="add", out="v_out")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), out, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (4, 4))])  # fmt: skip
+    step = loop_step(out, net=inner, v_in=(4, 4))
     count, yes = net.const(np.int64(3), "times"), net.const(np.bool_(True), "yes")
     net("Loop", count, yes, net.weights(4, 4, name="start"), name="adding", out=["v"], body=step)
     return tail(net, "v"), [np.full((4, 4), -1, np.float32)]
@@ -460,9 +453,7 @@ def _index_in_loop() -> Any:
     inner = Net()
     shifted = inner("Sub", "v_in", inner.const(1.0, "one"), name="less", out="v_out")
     best = inner("ArgMax", inner("Sqrt", shifted, name="culprit"), name="best", axis=1, out="best_out")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), shifted, (best, INT64, None), net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (4, 4))])  # fmt: skip
+    step = loop_step(shifted, (best, INT64, None), net=inner, v_in=(4, 4))
     count, yes = net.const(np.int64(2), "times"), net.const(np.bool_(True), "yes")
     net("Loop", count, yes, h, name="picking", out=["v", "which"], body=step)
     net("Identity", "which", name="last", out="y")
@@ -743,9 +734,7 @@ def _running_max() -> Any:
     inner = Net()
     peak = inner("Max", "m_in", inner("Add", h, inner("Cast", "i", to=FLOAT), name="shift"), name="max", out="m_out")
     scaled = inner("Exp", inner("Sub", "m_in", peak, name="less"), name="exp", out="s_out")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), peak, scaled, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("m_in", FLOAT, (4, 4))])  # fmt: skip
+    step = loop_step(peak, scaled, net=inner, m_in=(4, 4))
     count, yes = net.const(np.int64(3), "times"), net.const(np.bool_(True), "yes")
     start = net.const(np.full((4, 4), -np.inf, np.float32), "start")
     net("Loop", count, yes, start, name="running", out=["m", "scales"], body=step)

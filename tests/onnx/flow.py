@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body
+from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, loop_step
 
 
 def branches() -> onnx.ModelProto:
@@ -45,9 +45,7 @@ def loop() -> onnx.ModelProto:
     w = net.weights(4, 4, name="W")
     inner = Net(seed=8)
     v = inner("Relu", inner("MatMul", "v_in", w, name="product"), name="act", out="v_out")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), v, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
+    step = loop_step(v, net=inner, v_in=(2, 4))
     then, other = Net(), Net()
     count, yes = then.const(np.int64(3), "count"), then.const(np.bool_(True), "yes")
     graphs = {

@@ -90,6 +90,24 @@ def body(*outputs: Any, net: Net, inputs: Sequence[tuple[str, int, Sequence[Any]
     return net.graph(*outputs, name="body", inputs=[helper.make_tensor_value_info(n, t, s) for n, t, s in inputs])
 
 
+def loop_step(*outputs: Any, net: Net, **states: Sequence[Any] | None) -> onnx.GraphProto:
+    """A body of a Loop that goes on until its last iteration; ``states`` are the shapes of the floats that it carries."""
+    going = net("Identity", "going_in", out="going_out")
+    carried = [(name, FLOAT, shape) for name, shape in states.items()]
+    return body((going, BOOL, ()), *outputs, net=net, inputs=[("i", INT64, ()), ("going_in", BOOL, ()), *carried])
+
+
+def two_branches() -> onnx.ModelProto:
+    """``y = x W`` with one of two weights, as ``cond`` says."""
+    then, other, net = Net(1), Net(2), Net()
+    then("MatMul", "x", then.weights(4, 4), name="mt", out="t1")
+    other("MatMul", "x", other.weights(4, 4), name="mo", out="o1")
+    net.input("x", (3, 4))
+    net.input("cond", (), BOOL)
+    branches = {"then_branch": body("t1", net=then), "else_branch": body("o1", net=other)}
+    return net.model(net("If", "cond", name="branch", out="y", **branches))
+
+
 def run(model: Any, feeds: Mapping[str, Array], *, optimize: bool = False) -> list[Array]:
     """Outputs of a proto or an ``onnx_ir`` model in ONNX Runtime, as written unless ``optimize``: with exact integer sums."""
     import onnx_ir as ir

@@ -23,7 +23,7 @@ from bitwright.recipes import attempt
 from bitwright.recipes.judge import Rating
 from bitwright.recipes.recipe import KINDS, Step
 from bitwright.runtimes.timing import Ratio
-from tests.onnx.nets import Net, body
+from tests.onnx.nets import two_branches
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -337,13 +337,7 @@ def test_an_output_without_a_finite_number_other_than_zero_is_one_part(value):
 
 
 def test_a_branch_that_only_the_last_batches_take_is_calibrated():
-    then, other, net = Net(1), Net(2), Net()
-    then("MatMul", "x", then.weights(4, 4), name="mt", out="t1")
-    other("MatMul", "x", other.weights(4, 4), name="mo", out="o1")
-    net.input("x", (3, 4))
-    net.input("cond", (), onnx.TensorProto.BOOL)
-    branches = {"then_branch": body("t1", net=then), "else_branch": body("o1", net=other)}
-    model = net.model(net("If", "cond", name="branch", out="y", **branches))
+    model = two_branches()
     feeds = [{"x": np.ones((3, 4), np.float32), "cond": np.array(i < 9)} for i in range(10)]
     result = bitwright.quantize(model, feeds, progress=False)
     assert "which calibration reads as well" in result.headline

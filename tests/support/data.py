@@ -8,7 +8,6 @@ absent. The loaders read plain arrays, text and ``.safetensors`` only.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 from collections.abc import Callable
@@ -23,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from tests.support.sources import load_script
 
 DATA = Path(os.environ.get("BITWRIGHT_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
@@ -142,11 +143,7 @@ MODELS: dict[str, Trained] = {
 
 @cache
 def _definition(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"shared_models_{name}", DATA / "models" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DATA / "models" / f"{name}.py")
 
 
 def trained(name: str) -> nn.Module:

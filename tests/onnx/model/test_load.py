@@ -24,7 +24,7 @@ from bitwright.onnx.model.opset import _UNCHANGED_SINCE, OPSET, modernize
 from bitwright.onnx.model.rewrites import block_length
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
-from tests.onnx.nets import BOOL, FLOAT, INT64, Array, Net, body, feeds_for, run
+from tests.onnx.nets import FLOAT, Array, Net, body, feeds_for, loop_step, run
 from tests.onnx.opset_cases import CASES, model_of, opsets_of, turning_points
 from tests.support.simulations import calibrated
 
@@ -182,9 +182,7 @@ def test_states_that_iterations_exchange_stay(second):
     x, y = net.input("x", (2, 4)), net.input("y", (2, 4))
     moved = inner("Abs", "b", out="moved")
     kept = inner("Identity", second, out="kept")
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), moved, kept, net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("a", FLOAT, (2, 4)), ("b", FLOAT, (2, 4))])  # fmt: skip
+    step = loop_step(moved, kept, net=inner, a=(2, 4), b=(2, 4))
     count, yes = net.const(np.int64(3), "count"), net.const(np.bool_(True), "yes")
     last = net("Loop", count, yes, x, y, name="loop", out=["p", "q"], body=step)
     proto = net.model(*last)
@@ -199,9 +197,7 @@ def test_states_that_iterations_exchange_stay(second):
 def test_a_loop_that_changes_nothing_is_left_out():
     net, inner = Net(), Net()
     x = net.input("x", (2, 4))
-    going = inner("Identity", "going_in", out="going_out")
-    step = body((going, BOOL, ()), "v", net=inner,
-                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v", FLOAT, (2, 4))])  # fmt: skip
+    step = loop_step("v", net=inner, v=(2, 4))
     net("Loop", net.const(np.int64(3), "count"), net.const(np.bool_(True), "yes"), x, name="loop", out="y", body=step)
     loaded = load_model(net.model("y")).model
     assert [node.op_type for node in loaded.graph] == ["Identity"]

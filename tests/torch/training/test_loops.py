@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.errors import ConfigError, ModelError
-from bitwright.torch import QuantizationSimModel, TrainingGuard, fold_all_batch_norms
+from bitwright.torch import QuantizationSimModel, TrainingGuard
 from bitwright.torch.quantizers.learned_range import LearnedRange
 from tests.support.simulations import calibrated
 
@@ -162,26 +162,6 @@ def test_a_step_on_a_gpu_is_that_on_the_cpu() -> None:
     loss_of(sim.model, tuple(part.cuda() for part in data[0])).backward()
     for p, grad in zip(sim.model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad.cpu(), grad, rtol=1e-3, atol=1e-5)
-
-
-def test_a_fresh_folded_model_takes_the_checkpoint(tmp_path: Path) -> None:
-    """Without a bias before folding: the fresh model makes the same one, whatever its values."""
-
-    def fresh() -> tuple[QuantizationSimModel, Tensor]:
-        model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval()
-        x = torch.randn(2, 2, 6, 6, generator=torch.Generator().manual_seed(0))
-        fold_all_batch_norms(model, dummy_input=x)
-        return QuantizationSimModel(model, x), x
-
-    sim, x = fresh()
-    with torch.no_grad():
-        for p in sim.model.parameters():
-            p.add_(0.1)
-    sim.compute_encodings([x], progress=False)
-    again, _ = fresh()
-    again.load_checkpoint(sim.save_checkpoint(tmp_path / "c"))
-    with torch.no_grad():
-        assert torch.equal(sim.model(x), again.model(x))
 
 
 class Rows(torch.utils.data.Dataset[Any]):
