@@ -304,13 +304,18 @@ def _exp_below_zero(raw: Array, integer_bits: int) -> Array:
 
 def _reciprocal_of_one_plus(raw: Array) -> Array:
     """``1 / (1 + x)`` of ``x`` in [0, 1], both with 31 fractional bits: three steps of Newton and Raphson (gemmlowp)."""
+    return np.clip(_newton_raphson(raw) << 1, -(1 << 31), _ONE)
+
+
+def _newton_raphson(raw: Array) -> Array:
+    """``2 / (1 + x)`` of ``x`` in [0, 1], with 29 fractional bits."""
     total = raw + _ONE
     half = (total + np.where(total >= 0, 1, -1)) // 2
     x = 1515870810 + high_product(half, -1010580540)  # 48/17 and -32/17, with 29 fractional bits
     for _ in range(3):
         rest = (1 << 29) - high_product(half, x)
         x = x + (high_product(x, rest) << 2)
-    return np.clip(x << 1, -(1 << 31), _ONE)
+    return x
 
 
 def _softmax(call: Call) -> Array:
@@ -382,13 +387,7 @@ def _tanh(call: Call) -> Array:
 
 def _one_minus_over_one_plus(raw: Array) -> Array:
     """``(1 - x) / (1 + x)`` of ``x`` in [0, 1], both with 31 fractional bits (gemmlowp)."""
-    total = raw + _ONE
-    half = (total + np.where(total >= 0, 1, -1)) // 2
-    x = 1515870810 + high_product(half, -1010580540)
-    for _ in range(3):
-        rest = (1 << 29) - high_product(half, x)
-        x = x + (high_product(x, rest) << 2)
-    return np.clip((x - (1 << 29)) << 2, -(1 << 31), _ONE)
+    return np.clip((_newton_raphson(raw) - (1 << 29)) << 2, -(1 << 31), _ONE)
 
 
 def _table(function: Callable[[Array], Array], call: Call) -> Array:

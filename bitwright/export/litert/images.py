@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.numerics.arrays import conv_pads
 from bitwright.export.litert.arithmetic import on_one_grid, reduce, reduce_axes, reduce_to
 from bitwright.export.litert.flat import Grid
 from bitwright.export.litert.lowering import Domain, Held, Lowering, channels_last
@@ -46,13 +47,8 @@ class Window:
 
     def as_same(self, image: Sequence[int]) -> bool:
         """Whether SAME pads as much at each side of an image of this size."""
-        for n, reach, stride, before, after in zip(
-            image, self.reach, self.stride, self.before, self.after, strict=True
-        ):
-            total = max((-(-n // stride) - 1) * stride + reach - n, 0)
-            if (before, after) != (total // 2, total - total // 2):
-                return False
-        return True
+        asked = {"auto_pad": "SAME_UPPER", "strides": self.stride, "dilations": self.dilation}
+        return (*self.before, *self.after) == conv_pads(asked, image, self.size)
 
     def without_padding(self) -> Window:
         """The same after a PAD."""
@@ -66,23 +62,16 @@ class Window:
         return Window((1, *self.size), (1, *self.stride), (1, *self.dilation), (0, *self.before), (0, *self.after))
 
 
-def window_of(low: Lowering, node: ir.Node, size: Sequence[int], image: Sequence[int], out: Sequence[int]) -> Window:
+def window_of(node: ir.Node, size: Sequence[int], image: Sequence[int], out: Sequence[int]) -> Window:
     """The window of a convolution or a pool; ``image`` and ``out`` are the spatial sizes."""
     rank, attributes = len(size), node.attributes
     stride = tuple(attributes.get_ints("strides", (1,) * rank))
     dilation = tuple(attributes.get_ints("dilations", (1,) * rank))
-    pads = list(attributes.get_ints("pads", (0,) * (2 * rank)))
-    auto = attributes.get_string("auto_pad", "NOTSET")
-    found = Window(tuple(size), stride, dilation, tuple(pads[:rank]), tuple(pads[rank:]))
-    if auto in ("SAME_UPPER", "SAME_LOWER"):
-        total = [
-            max((o - 1) * s + reach - n, 0) for o, s, reach, n in zip(out, stride, found.reach, image, strict=True)
-        ]
-        less, more = tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
-        found = (
-            replace(found, before=less, after=more) if auto == "SAME_UPPER" else replace(found, before=more, after=less)
-        )
-    elif attributes.get_int("ceil_mode", 0):
+    auto, given = attributes.get_string("auto_pad", "NOTSET"), attributes.get_ints("pads", ())
+    asked = {"auto_pad": auto, "pads": given, "strides": stride, "dilations": dilation}
+    pads = conv_pads(asked, image, size)
+    found = Window(tuple(size), stride, dilation, pads[:rank], pads[rank:])
+    if attributes.get_int("ceil_mode", 0) and not auto.startswith("SAME"):
         after = tuple(
             max((o - 1) * s + reach - n - b, a)
             for o, s, reach, n, b, a in zip(out, stride, found.reach, image, found.before, found.after, strict=True)
@@ -286,7 +275,7 @@ def _conv(low: Lowering, node: ir.Node) -> None:
         low.refuse(node, f"its input has {held.rank} axes", "LiteRT convolves sequences, images and volumes")
     domain = _conv_domain(low, node, 0, held)
     spatial = low.trace.shapes[str(node.outputs[0].name)][2:]
-    window = window_of(low, node, weight.shape[2:], held.shape[2:], spatial).plane()
+    window = window_of(node, weight.shape[2:], held.shape[2:], spatial).plane()
     source, image = read_image(low, domain, held), Image(held)
     if window.padded and not window.as_same(image.shape[1:3]):
         source, window = padded(low, domain, held, source, window), window.without_padding()
@@ -329,7 +318,7 @@ def _conv3d(low: Lowering, node: ir.Node) -> None:
         low.refuse(node, "CONV_3D has no groups", "use a convolution without groups, or export format='onnx'")
     domain = low.domain(node, node.inputs[:1], unless="LiteRT convolves volumes in float only")
     out = low.trace.shapes[str(node.outputs[0].name)][2:]
-    window = window_of(low, node, weight.shape[2:], held.shape[2:], out)
+    window = window_of(node, weight.shape[2:], held.shape[2:], out)
     source = low.read(domain, held.name, channels_last(5))
     if window.padded and not window.as_same(held.shape[2:]):
         source, window = padded(low, domain, held, source, window), window.without_padding()
@@ -535,7 +524,7 @@ def _pool_window(low: Lowering, node: ir.Node, held: Held) -> Window:
     if held.rank not in (3, 4) or any(d != 1 for d in node.attributes.get_ints("dilations", (1,))):
         low.refuse(node, "LiteRT pools sequences and images without dilation", "export format='onnx'")
     out = low.trace.shapes[str(node.outputs[0].name)][2:]
-    return window_of(low, node, size, held.shape[2:], out).plane()
+    return window_of(node, size, held.shape[2:], out).plane()
 
 
 def _average_pool(low: Lowering, node: ir.Node) -> None:

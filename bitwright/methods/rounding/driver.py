@@ -737,7 +737,7 @@ def apply(
         ) from error
     finally:
         store.close()
-    _warn(name, layers, walk, skipped)
+    _warn(name, walk, skipped)
     return RoundingReport(name, tuple(rows), skipped)
 
 
@@ -927,7 +927,7 @@ def _keys(walk: Walk, settings: str) -> Callable[[Sequence[Layer]], str]:
     return key_of
 
 
-def _warn(name: str, layers: Mapping[str, Layer], walk: Walk, skipped: Mapping[str, str]) -> None:
+def _warn(name: str, walk: Walk, skipped: Mapping[str, str]) -> None:
     unusual = {op: why for op, why in skipped.items() if why != "excluded"}
     if walk.short:
         logger.warning(

@@ -311,7 +311,7 @@ def _from_folder(path: Path, specs: Sequence[InputSpec], batch_size: int, pictur
     entries = sorted(p for p in path.iterdir() if not p.name.startswith("."))
     folders = [p for p in entries if p.is_dir()]
     if folders:
-        yield from _from_folders(path, {p.name: p for p in folders}, specs, batch_size, pictures)
+        yield from _from_folders(path, {p.name: p for p in folders}, specs, pictures)
         return
     archives = [p for p in entries if p.suffix == ".npz"]
     for archive in archives:
@@ -323,7 +323,7 @@ def _from_folder(path: Path, specs: Sequence[InputSpec], batch_size: int, pictur
 
 
 def _from_folders(
-    path: Path, folders: Mapping[str, Path], specs: Sequence[InputSpec], batch_size: int, pictures: Pictures
+    path: Path, folders: Mapping[str, Path], specs: Sequence[InputSpec], pictures: Pictures
 ) -> Iterator[Feeds]:
     known = [spec.name for spec in specs]
     for spec in specs:
