@@ -72,13 +72,18 @@ def simulation_of(model: nn.Module, found: Mapping[str, Encoding]) -> Any:
 def write_graph(sim: Any, to: str, out: Path, tokenizer: Path | None) -> None:
     """Write a simulated language model as a file of :data:`GRAPHS`.
 
-    Samples of every place are left out, with a note in the log, where a session of the file, which computes all its weights in
-    float32, would fill more than half of the free memory.
+    Its weights are on their grids and do not change, so that no copies of them are made. Samples of every place are left out,
+    with a note in the log, where a session of the file, which computes all its weights in float32, would fill more than half of
+    the free memory.
     """
     from bitwright.llm.decoder_export import export_decoder
     from bitwright.llm.openvino_export import export_openvino
 
     named = None if tokenizer is None else str(tokenizer)
+    parameters = dict(sim.model.named_parameters())
+    for name, (part, axes) in sim._read_parameters(sim.quantizers).items():
+        if sim.quantizers[name].enabled:
+            sim.quantizers[name].quantizer.hold(parameters[part].permute(axes))
     if to == "openvino":
         export_openvino(sim, out, tokenizer=named)
         return

@@ -45,6 +45,7 @@ from bitwright.llm.opened import coded_model
 from bitwright.llm.packed import FloatWeight, PackedWeight, of_rows
 from bitwright.llm.quantized import spec_of
 from bitwright.llm.roles import transformer
+from bitwright.torch import QuantizationSimModel
 from tests.llm.models import prompts, saved, text, tiny
 from tests.support.lora import PeftLinear
 
@@ -529,6 +530,21 @@ def test_numbers_of_codes_are_mapped_from_files_while_a_graph_is_written(
     assert len(packed) == 14
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_on_its_grid_is_its_own_result(dtype: torch.dtype):
+    layer, batch = nn.Linear(32, 4).to(dtype), torch.ones(1, 32, dtype=dtype)
+    sim = QuantizationSimModel(layer, batch, preset="w4g32", in_place=True)
+    sim.compute_encodings()
+    quantizer, weight = sim.quantizers["weight"].quantizer, sim.model.weight
+    with torch.no_grad():
+        quantizer.hold(weight)
+        assert not torch.equal(rounded := quantizer.constant(weight), weight)
+        weight.copy_(rounded)
+        quantizer.hold(weight)
+        assert quantizer.constant(weight).data_ptr() == weight.data_ptr()
+        assert torch.equal(quantizer.constant(weight), rounded)
+
+
 @pytest.mark.parametrize("free, samples", [(2 * 4 * 12, None), (2 * 4 * 12 - 1, False)])
 def test_samples_are_left_out_where_a_session_would_not_fit(
     free: int, samples: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -538,7 +554,8 @@ def test_samples_are_left_out_where_a_session_would_not_fit(
     monkeypatch.setattr(simulated, "free_memory", lambda: free)
     monkeypatch.setattr(decoder_export, "export_decoder", lambda *_, **options: asked.append(options.get("samples")))
     with caplog.at_level("INFO", "bitwright"):
-        simulated.write_graph(SimpleNamespace(model=nn.Linear(4, 3, bias=False)), "genai", tmp_path, None)
+        sim = SimpleNamespace(model=nn.Linear(4, 3, bias=False), quantizers={}, _read_parameters=dict)
+        simulated.write_graph(sim, "genai", tmp_path, None)
     assert asked == [samples] and ("without samples" in caplog.text) == (samples is False)
 
 

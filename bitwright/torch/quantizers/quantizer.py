@@ -237,6 +237,17 @@ class Quantizer(core.Quantizer):
         found = self._constant(x)
         return found if self.correction is None else self.correction(found)
 
+    def hold(self, x: torch.Tensor) -> None:
+        """Let a parameter be its own result, which is then no copy of it, if it is on the grid already.
+
+        Args:
+            x: does not change any more: a change would go unseen.
+        """
+        with torch.no_grad():
+            found = self(x)
+        if self.correction is None and torch.equal(found, x):
+            self._kept = x.detach(), self.required, x.detach()
+
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not on_host(x.device) or not is_plain(x):
             return self(x)
