@@ -57,7 +57,8 @@ class Target:
             table is, in every run.
         pools_floats: whether what is made in float goes on its grid after the MaxPool that alone reads it; else before.
         measures_codes: whether Shape and Size read codes, where every reader of a DequantizeLinear gets one of its own.
-        joins_activations: whether SiLU and GELU are operators of ``com.microsoft``, one pass instead of two to five.
+        spells_operators: whether operators are written as its fast kernels know them: SiLU and GELU as one of ``com.microsoft``,
+            the mean of an image on codes as GlobalAveragePool.
         packs_odd_rows: whether 4-bit weights of an odd inner length take 4 bits. OpenVINO 2026.4 reads their rows at wrong places
             where the data has more than two axes: 11 to 24 dB, without a word.
         short_blocks: whether the last block of a weight may be shorter than the others, which OpenVINO 2026.4 refuses.
@@ -92,7 +93,7 @@ class Target:
     gathers_codes: bool = False
     pools_floats: bool = False
     measures_codes: bool = False
-    joins_activations: bool = False
+    spells_operators: bool = False
     packs_odd_rows: bool = True
     short_blocks: bool = True
     closes_scans: bool = False
@@ -202,7 +203,7 @@ _OWN: dict[str, Target] = {
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
                rules=_RUN_TIME, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True, measures_codes=True,
-               joins_activations=True, pools_floats=True, code_results=_ORT_CONVOLUTIONS, wide_bits=None,
+               spells_operators=True, pools_floats=True, code_results=_ORT_CONVOLUTIONS, wide_bits=None,
                kernel_times=_ORT_TIMES, unsigned_in_bodies=True),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY, packs_odd_rows=False, short_blocks=False, closes_scans=True, exact_session=_OPENVINO_SESSION,

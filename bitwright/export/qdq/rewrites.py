@@ -19,6 +19,8 @@
 
   It joins them itself in float models (not every spelling of GELU), and nowhere behind a DequantizeLinear, which each reader
   gets a copy of.
+- :func:`pool_codes`: a ReduceMean over the two axes of an image, between quantizers, becomes a GlobalAveragePool, which
+  has a kernel on codes.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ _CODES = 16  # most bits of codes that pairs stand for
 
 
 _OWN = "com.microsoft"
+_IMAGE = 4  # axes of a batch of images
 _TOLERANCE = 1e-4  # relative; constants of GELU are written with few digits
 
 
@@ -91,6 +94,40 @@ def _join(builder: Builder, given: ir.Value, last: ir.Node, name: str, attribute
     for value in parts:
         remove_unread(value)
     builder.graph.opset_imports.setdefault(_OWN, 1)
+
+
+def pool_codes(builder: Builder, model: ir.Model) -> None:
+    """Write the mean over the last two of four axes, between two grids, as GlobalAveragePool.
+
+    Args:
+        builder: of the model.
+        model: changed in place; computes the same within rounding of float32.
+    """
+    for node in tuple(all_nodes(model.graph)):
+        if _is_mean_of_image(node) and _is_between_grids(node):
+            given, axes = node.inputs[:2]
+            assert given is not None and axes is not None
+            builder.become(node, "GlobalAveragePool", [given], node.name)
+            remove_unread(axes)
+
+
+def _is_mean_of_image(node: ir.Node) -> bool:
+    """Whether a node is a mean over the last two of four axes that keeps them."""
+    if node.domain or node.op_type != "ReduceMean" or not node.attributes.get_int("keepdims", 1):
+        return False
+    given, axes = (*node.inputs, None)[:2]
+    held = None if axes is None else axes.const_value
+    if given is None or given.shape is None or len(given.shape) != _IMAGE or held is None:
+        return False
+    return sorted(int(axis) % _IMAGE for axis in held.numpy().reshape(-1)) == [2, 3]
+
+
+def _is_between_grids(node: ir.Node) -> bool:
+    """Whether a node reads a DequantizeLinear, and a QuantizeLinear alone reads it."""
+    given, reader = node.inputs[0], _sole_reader(node.outputs[0])
+    made_by = None if given is None else given.producer()
+    ends = (made_by, "DequantizeLinear"), (reader, "QuantizeLinear")
+    return all(one is not None and one.op_type == op for one, op in ends)
 
 
 def _silu(sigmoid: ir.Node) -> tuple[ir.Value, ir.Node] | None:

@@ -50,6 +50,7 @@ from bitwright.export.qdq.rewrites import (
     join_activations,
     keep_after_pool,
     measure_codes,
+    pool_codes,
     round_after_pools,
 )
 from bitwright.export.qdq.run_time import write_run_time_layers, write_run_time_products
@@ -175,8 +176,9 @@ def _rewrite_for_runtime(w: Writing) -> None:
         write_lookups(w.builder)
     if w.target.measures_codes:
         measure_codes(w.model)
-    if w.target.joins_activations and w.half is None:
+    if w.target.spells_operators and w.half is None:
         join_activations(w.builder, w.model)
+        pool_codes(w.builder, w.model)
     if w.target.closes_scans:
         close_scans(w.builder, w.model)
 

@@ -429,3 +429,21 @@ def test_activations_of_which_a_part_is_read_stay_as_they_are() -> None:
         model = g.model(g.mark(y, "y", "uint8", (-0.5, 3.0), name="out"))
         target = "openvino_cpu" if read == "target" else "ort_cpu"
         assert "QuickGelu" not in types(to_qdq(model, g.encodings, target=target).model), read
+
+
+@pytest.mark.parametrize(
+    "axes, keepdims, pooled", [((2, 3), 1, True), ((-1, -2), 1, True), ((2, 3), 0, False), ((3,), 1, False)]
+)
+def test_the_mean_of_an_image_runs_on_codes(axes: tuple[int, ...], keepdims: int, pooled: bool) -> None:
+    g = Graph()
+    x = g.mark(g.input("x", *X.shape), "x", "uint8", X)
+    x.shape = ir.Shape(X.shape)
+    y = g.op("ReduceMean", x, g.param("axes", np.array(axes)), keepdims=keepdims)
+    model = g.model(g.mark(y, "y", "uint8", (-0.5, 0.5), name="out"))
+    result = to_qdq(model, g.encodings, target="ort_cpu").model
+    assert ("GlobalAveragePool" in types(result)) is pooled
+    assert ("QLinearGlobalAveragePool" in optimized_types(result).values()) is pooled
+    wanted = simulate(model, g.encodings, {"x": X})[1]["out"]
+    for outputs in run_both(result, {"x": X}).values():
+        assert np.abs(outputs["out"] - wanted).max() <= 1.01 * g.encodings["y"].scale
+    assert "GlobalAveragePool" not in types(to_qdq(model, g.encodings).model)
