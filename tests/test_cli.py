@@ -42,6 +42,7 @@ from tests.analysis.conftest import Net as AnalysisNet
 from tests.analysis.conftest import batches
 from tests.analysis.conftest import exported as exported_model
 from tests.onnx.nets import Net, two_branches
+from tests.support.processes import python
 from tests.support.simulations import calibrated
 
 ROOT = Path(__file__).parents[1]
@@ -396,8 +397,7 @@ def test_as_a_program_it_ends_with_three_lines_and_no_traceback(tmp_path):
 
 def test_help_loads_no_framework():
     code = "import sys, bitwright.cli; print({'torch', 'onnx', 'numpy'} & sys.modules.keys())"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert process.stdout.strip() == "set()", process.stderr
+    assert python("-c", code, cwd=ROOT).stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(("command", "own", "all_of_them"), [("--version", 14, 200), ("show", 24, 480)])
@@ -417,8 +417,7 @@ def test_a_command_loads_few_modules(command, own, all_of_them, tmp_path):
         f"  print(len(mine), len(new), file=sys.stderr)\n"
         f"atexit.register(end); sys.argv[1:] = {arguments!r}; main()"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert process.returncode == 0, process.stderr
+    process = python("-c", code, cwd=ROOT)
     found = [int(number) for number in process.stderr.split()]
     assert found[0] <= own and found[1] <= all_of_them, found
 
@@ -431,8 +430,7 @@ def test_show_of_a_file_loads_what_reads_it(exported):
         f"tables = [contents(Path(path)) for path in {files!r}]; assert len(tables) > 1; "
         "print({'onnx_ir', 'sympy', 'torch', 'bitwright.core.simulation.simulation'} & sys.modules.keys())"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert process.stdout.strip() == "set()", process.stderr
+    assert python("-c", code, cwd=ROOT).stdout.strip() == "set()"
 
 
 # -- doctor
@@ -585,8 +583,7 @@ main()
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_program_without_stdout_or_stderr_still_runs(closed: int) -> None:
     code = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-m', 'bitwright', '--version'])"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert process.returncode == 0, process.stderr
+    process = python("-c", code, cwd=ROOT)
     assert process.stdout == ("" if closed == 1 else f"bitwright {__version__}\n")
 
 

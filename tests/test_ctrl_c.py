@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from bitwright.cli import app
+from tests.support.processes import python
 
 
 @pytest.mark.slow
 def test_ctrl_c_at_step_boundaries_at_random_moments_and_in_c_code(tmp_path: Path) -> None:
     """See ``stopped_command.py``: also where the KeyboardInterrupt is lost, and where C code does not return."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.stopped_command", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    python("-m", "tests.support.stopped_command", tmp_path)
 
 
 def test_a_command_that_is_interrupted_has_exit_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,8 +69,8 @@ print("as before")
 
 def alone(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The result of ``code`` in a process of its own: what other tests have loaded may handle signals too."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path(__file__).parents[1])))}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    path = os.pathsep.join((str(folder), str(Path(__file__).parents[1])))
+    return python("-c", code, env={"PYTHONPATH": path}, check=False)
 
 
 def test_handlers_are_those_of_before_when_the_block_ends(tmp_path: Path) -> None:

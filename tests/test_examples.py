@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.support.processes import python
 from tests.support.sources import load_script
 
 ROOT = Path(__file__).parents[1]
@@ -63,14 +64,7 @@ def test_training_with_a_guard_gains_accuracy_and_leaves_the_damaged_batch_out()
 
 @pytest.mark.slow
 def test_script_prints_its_five_rows(tmp_path):
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "250", "PYTHONPATH": str(ROOT)},
-    )
-    assert run.returncode == 0, run.stderr
+    run = python(SCRIPT, tmp_path / "out", cwd=ROOT, env={"COLUMNS": "250", "PYTHONPATH": str(ROOT)})
     percent = {
         name: float(re.search(rf"{re.escape(name)} +\S (\d+\.\d+) %", run.stdout)[1])
         for name in (

@@ -7,13 +7,12 @@ thread of it will release, so each run begins in a process of its own.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[1]
 KINDS = """
@@ -57,11 +56,7 @@ count = {each} * len(fuzz.KINDS)
 *found, ran = fuzz.fuzz(list(fuzz.KINDS), seed=0, seconds={seconds}, count=count, limits=fuzz.Limits({limits}))
 print(json.dumps([[[one.case, one.what] for one in found], ran == count]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
+    return tuple(json.loads(python("-c", program).stdout.splitlines()[-1]))
 
 
 FAST = "fuzz.KINDS = {name: case for name, case in fuzz.KINDS.items() if name not in fuzz.fuzz_readers.SLOW}"

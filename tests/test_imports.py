@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import python
 from tests.support.sources import statements
 
 ROOT = Path(__file__).parents[1]
@@ -199,8 +199,7 @@ def test_command_line_imports_heavy_modules_inside_its_commands():
 )
 def test_importing_stays_light(statement, kept_out):
     code = f"import sys; {statement}; print(*{kept_out} & sys.modules.keys())"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stderr
+    run = python("-c", code, cwd=ROOT)
     assert run.stdout.strip() == "", "these loaded although nobody used them"
 
 
@@ -210,6 +209,5 @@ def test_a_configuration_is_checked_without_torch_and_onnx():
         "loaded = lambda: {'torch', 'onnx', 'onnx_ir', 'onnxruntime'} & sys.modules.keys()\n"
         "atexit.register(lambda: print('loaded:', *loaded())); main()"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stderr
+    run = python("-c", code, cwd=ROOT)
     assert "per channel" in run.stdout and run.stdout.splitlines()[-1].strip() == "loaded:"

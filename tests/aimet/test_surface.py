@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_torch import QuantizationSimModel as TorchSim
 from tests.aimet.nets import Net, batch
 from tests.aimet.onnx_nets import feeds, folded
+from tests.support.processes import python
 
 MODULES = {
     "aimet_torch.batch_norm_fold": "fold_all_batch_norms fold_given_batch_norms fold_all_batch_norms_to_scale "
@@ -200,10 +199,7 @@ def test_parts_of_aimet_name_the_call_that_does_their_work(name: str, instead: s
 @pytest.mark.parametrize("name", ["aimet_onnx.mixed_precision", "aimet_torch.bn_reestimation", "aimet_onnx.quantsim"])
 def test_modules_that_are_here_are_no_absent_names_of_their_package(name: str) -> None:
     package, _, last = name.rpartition(".")
-    code = subprocess.run(
-        [sys.executable, "-c", f"from bitwright.{package} import {last}"], capture_output=True, text=True, check=False
-    )
-    assert code.returncode == 0, code.stderr
+    python("-c", f"from bitwright.{package} import {last}")
 
 
 def test_calls_that_errors_name_exist() -> None:

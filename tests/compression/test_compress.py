@@ -8,8 +8,6 @@ import json
 import logging
 import math
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from html import escape
@@ -43,6 +41,7 @@ from bitwright.onnx import load_model
 from bitwright.precision.executors import in_process
 from bitwright.torch import load_compressed, rebuild
 from bitwright.torch.structure import save_compressed
+from tests.support.processes import python
 
 
 class Net(nn.Module):
@@ -173,9 +172,7 @@ print(bitwright.compress("net.onnx", batches, {"macs": 0.5}, widths=2).headline)
 
 def test_onnx_without_torch(net: Net, tmp_path: Path) -> None:
     given(net, "onnx", tmp_path)
-    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "of the macs" in run.stdout
+    assert "of the macs" in python("-c", WITHOUT_TORCH, cwd=tmp_path).stdout
 
 
 def test_a_plan_is_of_one_model(net: Net) -> None:

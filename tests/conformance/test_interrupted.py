@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from bitwright.onnx import QuantizationSimModel, apply_bias_correction, apply_gp
 from tests.conformance.test_ptq import X, exported, run, small
 from tests.methods.transformer import Decoder, tokens
 from tests.onnx.nets import Net
+from tests.support.processes import python
 
 TOKENS = tokens(8)
 
@@ -155,11 +153,7 @@ def test_a_simulation_whose_biases_were_being_corrected_is_as_it_was(monkeypatch
 @pytest.mark.slow
 def test_an_export_that_is_stopped_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     """Killed or interrupted before every change of a file; whoever reads first: verify, show, load_encodings."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.onnx.stopped_export", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    ran = python("-m", "tests.onnx.stopped_export", tmp_path)
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert [stop for stop, *_ in lines] == ["kill", "interrupt"]
     for _, *outcomes in lines:
@@ -183,10 +177,7 @@ try:
 except ExportError as error:
     print(error)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    ran = python("-c", code, check=False)
     assert "the temporary folder has no room for" in ran.stdout and "in TMPDIR" in ran.stdout, ran.stderr
     assert not (tmp_path / "out").exists()
 
@@ -221,10 +212,7 @@ for what in (
     except ExportError as error:
         print(error)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    ran = python("-c", code, check=False)
     assert ran.stdout.count("the temporary folder has no room for what is to be written") == 3, ran.stderr + ran.stdout
     assert "in TMPDIR" in ran.stdout
 

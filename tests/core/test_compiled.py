@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +21,7 @@ from bitwright.core.numerics.granularity import PER_TENSOR, PerChannel
 from bitwright.core.numerics.ranges import RangeMethod, choose_range
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.torch.quantizers.fake_quantize import fake_quantize as quantize_tensor
+from tests.support.processes import python
 
 f32 = np.float32
 
@@ -314,13 +312,7 @@ SAYS = "from bitwright.core.compiled.loops import loops; import sys; print(loops
 
 
 def says(program: str, **environment: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = python("-c", program, env=environment)
     return run.stdout.strip()
 
 

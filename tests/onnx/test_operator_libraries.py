@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from onnx import helper, numpy_helper
 
 from bitwright.errors import ConfigError, ModelError
 from bitwright.onnx import QuantizationSimModel, register_operators
+from tests.support.processes import python
 
 extensions = pytest.importorskip("onnxruntime_extensions")
 
@@ -65,11 +65,8 @@ print(ForkingPickler.dumps(Job(model(), BATCHES, {}, "folder")).hex())
 @pytest.mark.slow
 def test_the_model_around_the_operator_is_quantized_and_the_folder_names_the_library(tmp_path):
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=root
-    )
-    assert not done.returncode, done.stderr[-2000:]
+    path = os.pathsep.join([str(root), *filter(None, sys.path)])
+    done = python("-c", RUN, tmp_path, env={"PYTHONPATH": path}, cwd=root)
     settings = json.loads((tmp_path / "model_manifest.json").read_text())["settings"]
     library = Path(extensions.get_library_path())
     assert settings["libraries"] == [library.name]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from bitwright.export.qdq.trace import find_constants
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
 from tests.support.cost import calls_left, steps
+from tests.support.processes import python
 
 RNG = np.random.default_rng(7)
 
@@ -988,5 +987,4 @@ def test_renaming_an_unknown_site_proposes_the_near_one() -> None:
 
 def test_importing_the_package_does_not_load_onnx() -> None:
     code = "import sys, bitwright.export; print('onnx_ir' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
+    assert python("-c", code).stdout.strip() == "False"

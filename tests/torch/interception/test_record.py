@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.interception.record import record
+from tests.support.processes import python
 from tests.support.simulations import calibrated
 
 
@@ -51,18 +51,9 @@ def test_names_are_the_same_in_another_process() -> None:
         "import torch; from tests.torch.interception.test_record import Block, ops; from torch import nn;"
         "print(list(ops(nn.Sequential(Block(), Block()), torch.ones(1, 4, 4, 4))))"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        # other hashes than here, where they are random unless the same variable is set
-        env={
-            **os.environ,
-            "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1",
-            "PYTHONPATH": ":".join(sys.path),
-        },
-    ).stdout
+    # other hashes than here, where they are random unless the same variable is set
+    hashes = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    output = python("-c", code, env={"PYTHONHASHSEED": hashes, "PYTHONPATH": ":".join(sys.path)}).stdout
     here = list(ops(nn.Sequential(Block(), Block()), torch.ones(1, 4, 4, 4)))
     assert output == f"{here}\n" and "0.conv1" in here
 

@@ -7,8 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import ConfigError, EncodingsError, ExportError, ModelError
 from bitwright.export import checkpoint
 from bitwright.torch import QuantizationSimModel
+from tests.support.processes import python
 from tests.support.simulations import calibrated
 
 X = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -86,11 +85,7 @@ def refused(sim: QuantizationSimModel, folder: Path, match: str) -> None:
 @pytest.mark.slow
 def test_a_save_that_is_stopped_anywhere_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     """Killed or interrupted before every change of a file; saved once more, it is the new one."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.torch.stopped_checkpoint", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    ran = python("-m", "tests.torch.stopped_checkpoint", tmp_path)
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert [line[:2] for line in lines] == [
         ["over", "kill"], ["over", "interrupt"], ["first", "kill"], ["first", "interrupt"]

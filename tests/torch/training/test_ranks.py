@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.once import once
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[3]
 Found = dict[str, list[Any]]
@@ -22,15 +20,7 @@ pytestmark = pytest.mark.slow  # every case starts processes
 
 
 def run() -> Found:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.torch.training.ranks"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=3000,  # every case ends by itself, sooner
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "tests.torch.training.ranks", cwd=ROOT, timeout=3000)  # every case ends by itself, sooner
     found: Found = json.loads(done.stdout.splitlines()[-1])
     return found
 
