@@ -66,15 +66,16 @@ the methods; rows without either were measured by the same calls, outside of the
 its fewest bits.
 
 `gptq` takes away half and more of what rounding to nearest costs stories260k in every format. The GPT-2 loses little above 2
-bits. `awq` leaves MXFP4 and NVFP4 as they are, since the outputs of the whole model would lose. Activations of 4 bits per
-token need the rotation at run time (`rotate+`). `transform` puts products by fitted matrices in front of down projections,
-`transform+` in front of queries, keys, values and gates too. `branch4` has low-rank branches of rank 4 beside the layers,
-whose bits (16 a number) are counted. Rows `float zero` have real zero points, `a4u` activations with zero points; vectors
-(`vq`) are rounded to nearest by k-means. `w8a8 static` quantizes embedding and output layer too. Other tools: hqq 0.2.8 has
-groups of 43 in the down projections, whose 172 inputs 32 does not divide, torchao groups of 4 there, and ModelOpt no zero
-points. ModelOpt's NVFP4 runs with CUDA only, and NNCF was not measured. AutoRound 0.16 (50 steps) leaves layers in float whose
-sizes 32 does not divide: here its MLPs have zeros for 20 more channels. `gptq` is level with it in an eighth of the time.
-`distilled` trains the rounded weights towards the float outputs for 200 steps.
+bits, and at 2 bits `gptq` takes away four fifths. `awq` leaves MXFP4 and NVFP4 as they are, since the outputs of the whole
+model would lose. Activations of 4 bits per token need the rotation at run time (`rotate+`). `transform` puts products by
+fitted matrices in front of down projections, `transform+` in front of queries, keys, values and gates too. `branch4` has
+low-rank branches of rank 4 beside the layers, whose bits (16 a number) are counted. Rows `float zero` have real zero points,
+`a4u` activations with zero points; vectors (`vq`) are rounded to nearest by k-means. `w8a8 static` quantizes embedding and
+output layer too. Other tools: hqq 0.2.8 has groups of 43 in the down projections, whose 172 inputs 32 does not divide, torchao
+groups of 4 there, and ModelOpt no zero points. ModelOpt's NVFP4 runs with CUDA only, and NNCF was not measured. AutoRound 0.16
+(50 steps) leaves layers in float whose sizes 32 does not divide: here its MLPs have zeros for 20 more channels. `autoround` is
+level with it at the same steps, and `gptq` in an eighth of the time. `distilled` trains the rounded weights towards the float
+outputs for 200 steps.
 
 Command: `make bench-llm`, row by row on cores that other work shared."""
 BUILD = Path(__file__).parent.parent / "build"
