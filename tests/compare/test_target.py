@@ -77,7 +77,7 @@ def test_outputs_are_those_of_onnx_runtime(exported: dict[str, Path], profile: s
     entries = EXACT_SUMS if profile == "ort_x64" else {}
     wanted = new_session(exported["ort_cpu"] / "net.onnx", session_options(entries=entries)).run(None, {"x": X})
     np.testing.assert_array_equal(made[0], wanted[0])
-    assert len(codes) == 5  # four layers and a sum; the mean is computed in float
+    assert len(codes) == 6  # four layers, a sum and a mean
 
 
 def test_codes_are_those_of_the_reference_kernels(exported: dict[str, Path]) -> None:

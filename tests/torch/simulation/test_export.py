@@ -136,7 +136,6 @@ def test_float_graph_and_encodings_speak_of_the_same_tensors(sim, data, tmp_path
     )
 
 
-@pytest.mark.parametrize("simulate", [True, False], ids=["float-kernels", "integer-kernels"])
 class NormAct(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(super().forward(x))
@@ -173,6 +172,7 @@ def test_norms_that_folding_leaves_in_place_keep_no_layer_in_float(tmp_path: Pat
         assert [row.kernel for row in report.rows].count("QLinearConv") == 2 - norms
 
 
+@pytest.mark.parametrize("simulate", [True, False], ids=["float-kernels", "integer-kernels"])
 def test_the_exported_network_computes_what_the_simulation_does(sim, data, tmp_path, simulate):
     exported = sim.export(tmp_path, "net", data[0])
     got = run(exported.qdq, {"image": data[1].numpy()}, simulate)
