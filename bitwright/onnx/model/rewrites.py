@@ -10,7 +10,7 @@ layout: channels in blocks of 8 or 16)      that only fill a block go where that
 ReorderInput, ReorderOutput                 nothing, or a Transpose where channels are the last axis
 FusedConv, FusedGemm                        Conv or Gemm, the sum and the activation function after it
 FusedMatMul                                 Transpose, MatMul, Mul
-QuickGelu, Gelu (``com.microsoft``)         Sigmoid and Mul; Mul, Erf, Add, Mul
+QuickGelu, Gelu (``com.microsoft``)         Sigmoid and Mul; Gelu of the standard, before opset 20 Mul, Erf, Add, Mul
 ==========================================  ==========================================================================
 
 How long a block is depends on the CPU for which the file was written, which it does not say: it is taken to be this one.
@@ -540,6 +540,7 @@ def _bias_vector(node: ir.Node, bias: ir.Value, beta: float) -> Array | None:
 
 
 _BLOCKED, _FUSED = "com.microsoft.nchwc", "com.microsoft"
+_GELU_SINCE = 20
 _FUSED_TYPES = ("FusedConv", "FusedGemm", "QuickGelu", "Gelu")
 _NHWC_TO_NCHW, _NCHW_TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)
 _LEAST_SQNR = 80.0  # dB; two orders of summation of a deep network agree to about 100
@@ -706,6 +707,9 @@ def _quick_gelu(site: _Site, node: ir.Node) -> None:
 
 def _gelu(site: _Site, node: ir.Node) -> None:
     """``x / 2 * (1 + erf(x / sqrt(2)))``."""
+    if site.opset >= _GELU_SINCE:
+        _rename(site, node)
+        return
     pen = site.pen(node)
     given = pen.value
     plus = pen.scaled(math.sqrt(0.5)).then("Erf").then("Add", np.asarray(1, np.float32))

@@ -751,6 +751,15 @@ def test_an_optimized_file_is_the_model_it_was(build, tmp_path):
         assert sqnr(expected, found) > 100
 
 
+@pytest.mark.parametrize("opset, kinds", [(17, ["Mul", "Erf", "Add", "Mul", "Mul"]), (21, ["Gelu"])])
+def test_gelu_of_the_optimizer_is_that_of_the_standard_where_it_has_one(opset, kinds):
+    n = Net(3)
+    model = n.model(n("Gelu", n.input("x", (2, 16)), domain="com.microsoft"), opset=opset, domains={"com.microsoft": 1})
+    loaded, feeds = load_model(model), feeds_for(model)
+    assert [(node.domain, node.op_type) for node in loaded.model.graph] == [("", kind) for kind in kinds]
+    assert sqnr(run(model, feeds)[0], run(loaded.model, feeds)[0]) > 100
+
+
 @pytest.mark.parametrize("build", LAYERS, ids=lambda build: build.__name__)
 def test_an_optimized_file_is_quantized_as_the_model_is(build, tmp_path):
     n = Net(3)
