@@ -13,7 +13,7 @@ from bitwright.compression.groups import Cut, Dependencies, Group
 from bitwright.compression.importance import channel_axis
 from bitwright.compression.ratios import Option, Part, Space
 from bitwright.compression.reconstruct import Original, estimate_batch_norms, reconstruct
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.graph import Graph, reached
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.export.files.manifest import fingerprint
 from bitwright.methods.bias_correction import first_samples
@@ -36,24 +36,17 @@ def lost(
     readers = {
         name: left(name, channel_axis(known[name])) for name in dict.fromkeys(m.op for g in groups for m in g.readers)
     }
-    behind = _behind(found.graph, [value for value in found.graph.values if cut.axes(value)])
+
+    def results(value: str) -> list[str]:
+        return [made for op, _ in found.graph.consumers(value) for made in op.outputs]
+
+    behind = reached((value for value in found.graph.values if cut.axes(value)), results)
     norms = {
         op.name: left(op.name, 1)
         for op in found.graph.ops
         if op.type == "BatchNormalization" and op.inputs[0] in behind
     }
     return readers, norms
-
-
-def _behind(graph: Graph, values: Iterable[str]) -> set[str]:
-    """These values, and all that are computed from them."""
-    waiting = list(values)
-    found = set(waiting)
-    while waiting:
-        new = {out for op, _ in graph.consumers(waiting.pop()) for out in op.outputs} - found
-        found |= new
-        waiting += new
-    return found
 
 
 def cut_graph(graph: Graph, kept: Kept) -> Graph:

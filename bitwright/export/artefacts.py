@@ -327,8 +327,7 @@ class FileForms:
         encoding_version: of the encodings file; a target may have another default than 1.0.0.
         bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
         recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
-            :func:`bitwright.export.recurrent.write_recurrent`;
-            the float model has the operators.
+            :func:`bitwright.export.recurrent.write_recurrent`; the float model has the operators.
         every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
         unsigned_weights: see :func:`bitwright.export.qdq.write.to_qdq`; by default where a check finds that sums saturate.
         rest: type of what is not quantized; see :func:`bitwright.export.qdq.half.half_for`.
@@ -371,7 +370,7 @@ def write_artefacts(
         prefix: stem of the files.
         marked: the model with a marker at every site.
         encodings: site -> encoding, of the enabled sites.
-        forms: what is asked of the files.
+        forms: how the files are written.
         notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
         samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer

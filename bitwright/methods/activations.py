@@ -210,22 +210,23 @@ def _gains_on_codes(sim: Simulation, target: Target) -> dict[str, bool]:
 
 
 def _gains(graph: Graph, op: Op, times: KernelTimes, layers: Collection[str]) -> bool:
-    """Whether ``op`` takes less time on codes, what it reads and makes converted where its neighbours hold other numbers.
+    """Whether ``op`` takes less time on codes, with the conversions of its input and its output.
 
-    Neighbours that are layers hold codes, all others float numbers. A float convolution of images has its own layout.
+    Layers before and behind it are taken to hold codes, other operators floats. A convolution of images in float converts
+    on both sides in any case, as its kernel has a layout of its own.
     """
     in_float, on_codes = times.layer(graph, op)
     images = is_image(graph, op.outputs[0])
-    for value, to_layers in ((str(op.inputs[0]), _made_by(graph, str(op.inputs[0]), layers)),
-                             (op.outputs[0], _read_by(graph, op.outputs[0], layers))):  # fmt: skip
+    read, made = str(op.inputs[0]), op.outputs[0]
+    for value, beside_layer in ((read, _made_by(graph, read, layers)), (made, _read_by(graph, made, layers))):
         conversion = size(graph, value) * times.conversion
-        in_float += conversion * (images or to_layers)
-        on_codes += conversion * (not to_layers)
+        in_float += conversion * (images or beside_layer)
+        on_codes += conversion * (not beside_layer)
     return on_codes < in_float
 
 
 def _made_by(graph: Graph, value: str, layers: Collection[str]) -> bool:
-    """Whether ``value`` comes from a layer: moved, or made by what is fused into it."""
+    """Whether a layer makes ``value``, apart from movement and from operators that are fused into the layer."""
     while (maker := graph.producer(value)) is not None and maker.name not in layers:
         if (read := _carried(graph, maker)) is None:
             return False
@@ -234,16 +235,13 @@ def _made_by(graph: Graph, value: str, layers: Collection[str]) -> bool:
 
 
 def _read_by(graph: Graph, value: str, layers: Collection[str]) -> bool:
-    """Whether layers alone read ``value``: moved, or after what is fused into the operator that makes it."""
-    while (reader := graph.sole_consumer(value)) is not None and reader.name not in layers:
-        if _carried(graph, reader) != value:
-            return False
-        value = reader.outputs[0]
+    """Whether only layers read ``value``, apart from movement and from operators that are fused into its maker."""
+    _, value = graph.follow(value, lambda op: op.name not in layers and _carried(graph, op) is not None)
     return not graph.is_output(value) and all(reader.name in layers for reader, _ in graph.consumers(value))
 
 
 def _carried(graph: Graph, op: Op) -> str | None:
-    """The value that ``op`` moves, or that it bounds or adds a bias to, as a part of the layer before."""
+    """The value that ``op`` moves, clamps or adds a constant to; ``None`` if it does something else."""
     read = [value for _, value in op.sources() if not graph.values[value].is_static]
     carries = op_row(op.type).kind == "movement" or op.type == "Add" or op.type in TRAITS["clamp"]
     return read[0] if carries and len(read) == 1 else None

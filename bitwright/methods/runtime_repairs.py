@@ -221,22 +221,13 @@ def leave_stem_in_float(sim: Any, target: str = "ort_cpu") -> StemReport:
 def _stem(graph: Graph, slow: SlowStem) -> tuple[list[Op], str]:
     """The operators that are faster in float, and the value that the last of them makes."""
     for name in graph.inputs:
-        found, value = _chain(graph, name, lambda op: _prepares(graph, op))
+        found, value = graph.follow(name, lambda op: _prepares(graph, op))
         first = graph.sole_consumer(value)
         if first is None or not _first(graph, first, slow):
             continue
-        after, last = _chain(graph, first.outputs[0], lambda op: _activation(op) or _narrow_depthwise(graph, op, slow))
+        after, last = graph.follow(first.outputs[0], lambda op: _activation(op) or _narrow_depthwise(graph, op, slow))
         return [*found, first, *after], last
     return [], ""
-
-
-def _chain(graph: Graph, value: str, takes: Callable[[Op], bool]) -> tuple[list[Op], str]:
-    """The operators from ``value`` on, each the only reader of the one before, as long as ``takes`` holds; and the last value."""
-    found: list[Op] = []
-    while (reader := graph.sole_consumer(value)) is not None and takes(reader):
-        found.append(reader)
-        value = reader.outputs[0]
-    return found, value
 
 
 def _prepares(graph: Graph, op: Op) -> bool:

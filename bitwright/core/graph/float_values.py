@@ -22,12 +22,12 @@ calibration saw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from bitwright.core.graph.attention import attention_sums
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Graph, Op, reached
 from bitwright.core.graph.operators import Need, OpRow, op_row
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of
 
@@ -254,7 +254,7 @@ def carried_states(graph: Graph, static: set[str]) -> list[str]:
     def around(value: str) -> Iterator[str]:
         yield from (v for v in (*_handed_on(graph, value), *_taken_from(graph, value)) if v in path)
 
-    found = _reached(graph, [v for op in (*gates, *cells) for v in (*op.inputs, *op.outputs) if v in path], around)
+    found = reached([v for op in (*gates, *cells) for v in (*op.inputs, *op.outputs) if v in path], around)
     return sorted(v for v in found if graph.producer(v) is not None or not _is_split(graph, v))
 
 
@@ -266,8 +266,8 @@ def _unlayered_path(graph: Graph) -> set[str]:
         if graph.values[v].is_float and any(_fits(graph.values[v].shape, graph.values[o].shape) for o in graph.outputs)
     ]
     ends = [v for v in graph.outputs if graph.values[v].is_float] if given else []
-    after = _reached(graph, given, lambda value: _handed_on(graph, value))
-    return after & _reached(graph, ends, lambda value: _taken_from(graph, value))
+    after = reached(given, lambda value: _handed_on(graph, value))
+    return after & reached(ends, lambda value: _taken_from(graph, value))
 
 
 def _fits(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -324,22 +324,12 @@ def steering_values(graph: Graph, static: set[str]) -> list[str]:
     read = [value.name for value in graph.values.values() if value.read_by_code]
     if not read:
         return []
-    before = _reached(graph, read, lambda value: _made_of(graph, value))
+    before = reached(read, lambda value: _made_of(graph, value))
     numbers = [v for v in before if graph.values[v].is_float and math.prod(graph.values[v].shape) == 1]
-    after = _reached(graph, numbers, lambda value: _made_into(graph, value))
+    after = reached(numbers, lambda value: _made_into(graph, value))
     found = before & after
     single = {v for v in before | after if math.prod(graph.values[v].shape) == 1 and v not in static}
     return sorted(v for v in found | single if graph.values[v].is_float and not _is_of_layer(graph, v))
-
-
-def _reached(graph: Graph, start: list[str], following: Callable[[str], Iterable[str]]) -> set[str]:
-    found, stack = set(start), list(start)
-    while stack:
-        for value in following(stack.pop()):
-            if value not in found:
-                found.add(value)
-                stack.append(value)
-    return found
 
 
 def _made_of(graph: Graph, value: str) -> Iterator[str]:
@@ -655,14 +645,14 @@ class _Choices:
 
 def _upstream(graph: Graph, ops: Iterable[Op]) -> set[str]:
     """The operators from which ``ops`` are reached, also over what later runs of a place read."""
-    reached: set[str] = set()
+    found: set[str] = set()
     stack = list(ops)
     while stack:
         makers = (graph.producer(value) for _, value in stack.pop().sources())
-        new = {maker.name: maker for maker in makers if maker is not None and maker.name not in reached}
-        reached |= new.keys()
+        new = {maker.name: maker for maker in makers if maker is not None and maker.name not in found}
+        found |= new.keys()
         stack += new.values()
-    return reached
+    return found
 
 
 def is_expectation(graph: Graph, op: Op, static: set[str]) -> bool:

@@ -7,7 +7,7 @@ so that no value counts as private that a second run hands elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -154,6 +154,14 @@ class Graph:
         readers = self.consumers(value)
         return readers[0][0] if len(readers) == 1 and not self.is_output(value) else None
 
+    def follow(self, value: str, takes: Callable[[Op], bool]) -> tuple[list[Op], str]:
+        """The operators behind ``value``, each the only reader of the one before, as far as ``takes`` holds; the last value."""
+        found: list[Op] = []
+        while (reader := self.sole_consumer(value)) is not None and takes(reader):
+            found.append(reader)
+            value = reader.outputs[0]
+        return found, value
+
     def plain(self) -> list[tuple[Any, ...]]:
         """The operators as numbers and texts, the same in every process: what the graph computes, without its tensors."""
         return [
@@ -173,3 +181,15 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def reached(start: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
+    """The values ``start``, and all that ``following`` leads to from them, step by step."""
+    stack = list(start)
+    found = set(stack)
+    while stack:
+        for value in following(stack.pop()):
+            if value not in found:
+                found.add(value)
+                stack.append(value)
+    return found

@@ -17,10 +17,10 @@
       before: x -> Sigmoid -> Mul(x)
       after:  x -> QuickGelu
 
-  It joins them itself in float models (not every spelling of GELU), and nowhere behind a DequantizeLinear, which each reader
-  gets a copy of.
-- :func:`pool_codes`: a ReduceMean over the two axes of an image, between quantizers, becomes a GlobalAveragePool, which
-  has a kernel on codes.
+  ONNX Runtime fuses them itself in float models (GELU in some spellings only), but not after a DequantizeLinear, of which
+  each reader gets a copy.
+- :func:`pool_codes`: a ReduceMean over the height and width of an image, between quantizers, becomes a GlobalAveragePool,
+  which has an integer kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import onnx_ir as ir
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
-from bitwright.export.files.onnx_file import all_nodes
+from bitwright.export.files.onnx_file import all_nodes, array_of
 from bitwright.export.qdq.forms import Builder, after, before, note_metadata, read_metadata
 from bitwright.export.qdq.markers import is_site, move_uses, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.trace import is_fused, is_narrow
@@ -71,7 +71,7 @@ _TOLERANCE = 1e-4  # relative; constants of GELU are written with few digits
 def join_activations(builder: Builder, model: ir.Model) -> None:
     """Write SiLU and exact GELU in float32 as ``QuickGelu`` and ``Gelu`` of ONNX Runtime.
 
-    Left as they are: those of which another operator or the model returns a part, or whose parts have quantizers.
+    A function stays as it is if a value inside it is quantized, read by another operator or returned by the model.
 
     Args:
         builder: of the model.
@@ -116,10 +116,10 @@ def _is_mean_of_image(node: ir.Node) -> bool:
     if node.domain or node.op_type != "ReduceMean" or not node.attributes.get_int("keepdims", 1):
         return False
     given, axes = (*node.inputs, None)[:2]
-    held = None if axes is None else axes.const_value
-    if given is None or given.shape is None or len(given.shape) != _IMAGE or held is None:
+    numbers = array_of(axes)
+    if given is None or given.shape is None or len(given.shape) != _IMAGE or numbers is None:
         return False
-    return sorted(int(axis) % _IMAGE for axis in held.numpy().reshape(-1)) == [2, 3]
+    return sorted(int(axis) % _IMAGE for axis in numbers.reshape(-1)) == [2, 3]
 
 
 def _is_between_grids(node: ir.Node) -> bool:
@@ -159,7 +159,7 @@ def _gelu(erf: ir.Node) -> tuple[ir.Value, ir.Node] | None:
     return (given, last) if whole else None
 
 
-#: operator of one kind in each -> what finds the whole function, its operator in ONNX Runtime, and the attributes of that
+#: operator that occurs once in the function -> what finds the whole function, its operator in ONNX Runtime, its attributes
 _JOINED: Mapping[str, tuple[Callable[[ir.Node], tuple[ir.Value, ir.Node] | None], str, Mapping[str, float]]] = {
     "Sigmoid": (_silu, "QuickGelu", {"alpha": 1.0}),
     "Erf": (_gelu, "Gelu", {}),
