@@ -400,7 +400,7 @@ def test_help_loads_no_framework():
     assert python("-c", code, cwd=ROOT).stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize(("command", "own", "all_of_them"), [("--version", 14, 200), ("show", 24, 480)])
+@pytest.mark.parametrize(("command", "own", "all_of_them"), [("--version", 15, 200), ("show", 17, 350)])
 def test_a_command_loads_few_modules(command, own, all_of_them, tmp_path):
     """Start-up is import time: what a command loads is counted, as times depend on the machine."""
     model = helper.make_model(
@@ -412,7 +412,7 @@ def test_a_command_loads_few_modules(command, own, all_of_them, tmp_path):
     onnx.save(model, tmp_path / "net.onnx")
     arguments = [command, *([str(tmp_path / "net.onnx")] if command == "show" else [])]
     code = (
-        "import atexit, sys; before = set(sys.modules); from bitwright.cli import main\n"
+        "import atexit, sys; before = set(sys.modules); from bitwright.__main__ import main\n"
         "def end():\n  new = set(sys.modules) - before; mine = [m for m in new if m.partition('.')[0] == 'bitwright']\n"
         f"  print(len(mine), len(new), file=sys.stderr)\n"
         f"atexit.register(end); sys.argv[1:] = {arguments!r}; main()"
@@ -420,6 +420,12 @@ def test_a_command_loads_few_modules(command, own, all_of_them, tmp_path):
     process = python("-c", code, cwd=ROOT)
     found = [int(number) for number in process.stderr.split()]
     assert found[0] <= own and found[1] <= all_of_them, found
+
+
+def test_show_without_options_prints_what_the_parser_would_have_it_print(exported):
+    for path in [exported, next(Path(exported).glob("*.onnx")), Path(exported) / "missing.onnx"]:
+        parsed, plain = run("show", path), python("-m", "bitwright", "show", str(path), cwd=ROOT, check=False)
+        assert (plain.stdout + plain.stderr, plain.returncode) == (parsed.output, parsed.exit_code)
 
 
 def test_show_of_a_file_loads_what_reads_it(exported):

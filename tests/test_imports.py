@@ -26,12 +26,13 @@ BELOW = {
 }  # fmt: skip
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),
-    "__main__": ({"cli"}, set()),
+    "__main__": ({"cli", "export", "interrupt", "terminal"}, set()),
     "errors": (set(), set()),
     "progress": (set(), {"rich"}),
     "tables": ({"errors"}, {"pandas", "rich"}),
     "lazy": (set(), set()),
     "interrupt": (set(), set()),
+    "terminal": ({"tables"}, {"rich"}),
     "core": ({"errors", "tables"}, NUMPY),
     # how sure a difference is, is computed by scipy; objects of torchmetrics are given tensors
     "metrics": ({"errors", "core"}, NUMPY | {"scipy"}),
@@ -73,6 +74,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         | {
             "executors",
             "interrupt",
+            "terminal",
             "llm",
             "torch",
             "onnx",
@@ -105,7 +107,9 @@ EXTRA: dict[str, set[str]] = {
     "onnx/model/data.py": {"PIL"},
 }
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.
-LIGHT_FOR_CLI = {"typer", "rich", "bitwright.cli", "bitwright.errors", "bitwright.interrupt", "bitwright.lazy"}
+LIGHT_FOR_CLI = {
+    "typer", "rich", "bitwright.cli", "bitwright.errors", "bitwright.interrupt", "bitwright.lazy", "bitwright.terminal",
+}  # fmt: skip
 
 
 def part_of(path: Path) -> str:

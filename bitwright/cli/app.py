@@ -10,18 +10,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
 import typer.core
-from rich.console import Console
 from rich.text import Text
 
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.interrupt import INTERRUPTED, Interrupts, watched
 from bitwright.lazy import how_to_install
+from bitwright.terminal import NORMAL, QUIET, VERBOSE, console, interrupted, keep_libraries_off_stdout, level
 
 NO, USER_ERROR = 1, 2
 #: groups of options in --help, in their order, and what declares an option of each
@@ -29,10 +28,6 @@ GROUPS = ("Data", "Methods", "Export", "Output")
 data_option, methods_option, export_option, output_option = (
     functools.partial(typer.Option, rich_help_panel=group) for group in GROUPS
 )
-
-_PIPE_WIDTH = 200  # columns where there is no terminal whose width could be asked
-_QUIET, _NORMAL, _VERBOSE = -1, 0, 1
-_level: ContextVar[int] = ContextVar("level", default=_NORMAL)  # of the command that runs
 
 
 #: commands in the order of --help, which is that of a first use; others follow
@@ -75,13 +70,7 @@ class _Commands(typer.core.TyperGroup):
 
 def _stop(error: BaseException) -> NoReturn:
     """Report Ctrl-C and which files are kept; exit code 130."""
-    out = console(stderr=True)
-    out.print(Text("interrupted", "bold red"))
-    cause: BaseException | None = error
-    while cause is not None:
-        for note in getattr(cause, "__notes__", ()):
-            out.print(Text(f"  {note}"))
-        cause = cause.__context__
+    interrupted(error)
     raise typer.Exit(INTERRUPTED)
 
 
@@ -113,23 +102,6 @@ def _fail(error: BitwrightError) -> NoReturn:
     raise typer.Exit(USER_ERROR)
 
 
-def _keep_libraries_off_stdout() -> None:
-    """Send the prints of compiled libraries to stderr for the rest of this process; stdout holds results only.
-
-    The solver in SciPy 1.17 (HiGHS 1.12) prints a line whenever it repairs a solution, whatever its options say.
-    """
-    if sys.stdout is None or sys.stderr is None:
-        return
-    try:
-        sys.stdout.flush()
-        own = os.dup(sys.stdout.fileno())
-        os.dup2(sys.stderr.fileno(), 1)
-    except OSError:  # no descriptors: there is nothing that libraries could print to, or nowhere else to send it
-        return
-    old = sys.stdout
-    sys.stdout = open(own, "w", encoding=old.encoding, errors=old.errors, buffering=1 if old.isatty() else -1)
-
-
 app = typer.Typer(
     name="bitwright",
     cls=_Commands,
@@ -142,7 +114,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the console script."""
-    _keep_libraries_off_stdout()
+    keep_libraries_off_stdout()
     with watched() as interrupts:
         app(prog_name="bitwright", obj=interrupts)
 
@@ -223,12 +195,12 @@ def command(
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
-            level = _common(values.pop("verbose"), values.pop("quiet"), values.pop("library"))
+            wanted = _common(values.pop("verbose"), values.pop("quiet"), values.pop("library"))
             made = {
                 key: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
                 for key, group in groups.items()
             }
-            with _logged(level):
+            with _logged(wanted):
                 function(**values, **made)
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in sorted(flat, key=_place)]
@@ -263,76 +235,22 @@ def _common(
 
         for file in library:
             register_operators(file)
-    return _VERBOSE if verbose else _QUIET if quiet else _NORMAL
+    return VERBOSE if verbose else QUIET if quiet else NORMAL
 
 
 @contextmanager
-def _logged(level: int) -> Iterator[None]:
-    """Print and log as ``level`` asks for inside the block: steps on stderr with -v, errors alone with -q."""
-    logger, token = logging.getLogger("bitwright"), _level.set(level)
+def _logged(wanted: int) -> Iterator[None]:
+    """Print and log as ``wanted`` asks for inside the block: steps on stderr with -v, errors alone with -q."""
+    logger, token = logging.getLogger("bitwright"), level.set(wanted)
     before, handler = logger.level, logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    if level == _VERBOSE:
+    if wanted == VERBOSE:
         logger.addHandler(handler)
-    if level != _NORMAL:
-        logger.setLevel(logging.INFO if level == _VERBOSE else logging.ERROR)
+    if wanted != NORMAL:
+        logger.setLevel(logging.INFO if wanted == VERBOSE else logging.ERROR)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-        _level.reset(token)
-
-
-# ---- what commands print
-
-
-def is_quiet() -> bool:
-    """True where ``-q`` was given."""
-    return _level.get() == _QUIET
-
-
-def is_verbose() -> bool:
-    """True where ``-v`` was given."""
-    return _level.get() == _VERBOSE
-
-
-def console(*, stderr: bool = False) -> Console:
-    """Create a console as wide as the terminal, or wide enough for whole names in a pipe or a file."""
-    probe = Console(stderr=stderr)
-    return probe if probe.is_terminal else Console(stderr=stderr, width=max(probe.width, _PIPE_WIDTH))
-
-
-def answer(line: str) -> None:
-    """Print the result line, which is never wrapped."""
-    console().print(Text(line), soft_wrap=True)
-
-
-def details(*parts: Any) -> None:
-    """Print texts and tables, unless ``-q`` was given; a table is folded to the width of a terminal only."""
-    if is_quiet():
-        return
-    out = console()
-    for part in parts:
-        is_table = not isinstance(part, str | Text)
-        is_text = not (is_table and out.is_terminal)
-        out.print(Text(str(part)) if is_table and is_text or isinstance(part, str) else part, soft_wrap=is_text)
-        if is_table:
-            out.print()
-
-
-def print_report(text: str, title_style: str = "bold") -> None:
-    """Print the text of a report, its remedies and notes in colour; with ``-q`` only the first line, its answer."""
-    lines = text.rstrip("\n").splitlines()
-    if is_quiet():
-        answer(lines[0])
-        return
-    out = console()
-    for i, line in enumerate(lines):
-        shown = Text(line)
-        if i == 0:
-            shown.stylize(title_style)
-        for word, style in (("remedy:", "bold green"), ("note:", "dim")):
-            if line.lstrip().startswith(word):
-                shown.stylize(style)
-        out.print(shown, soft_wrap=True)
+        level.reset(token)

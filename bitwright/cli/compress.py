@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from bitwright.cli.app import command, methods_option, output_option, print_report
+from bitwright.cli.app import command, methods_option, output_option
 from bitwright.cli.options import Data, JsonFile, Metric, OnnxFile, Reading, write_json
 from bitwright.errors import ConfigError, close_matches
+from bitwright.terminal import print_report
 
 _METHODS = ("prune", "svd", "drop_blocks", "drop_experts", "replace_blocks", "sparsify")
 #: method -> why it takes no target, and the remedy

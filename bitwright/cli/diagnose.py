@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitwright.cli.app import NO, command, data_option, details, methods_option, output_option, print_report
+from bitwright.cli.app import NO, command, data_option, methods_option, output_option
 from bitwright.cli.options import (
     Config,
     Data,
@@ -26,6 +26,7 @@ from bitwright.cli.options import (
     write_json,
 )
 from bitwright.errors import ConfigError
+from bitwright.terminal import details, print_report
 
 if TYPE_CHECKING:
     from bitwright.core.health.report import HealthReport

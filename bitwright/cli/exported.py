@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bitwright.cli.app import NO, answer, command, details, output_option, print_report
+from bitwright.cli.app import NO, command, output_option
 from bitwright.cli.options import (
     Config,
     Data,
@@ -27,6 +27,7 @@ from bitwright.cli.options import (
     write_json,
 )
 from bitwright.errors import ConfigError, ExportError
+from bitwright.terminal import answer, details, print_contents, print_report
 
 if TYPE_CHECKING:
     from bitwright.precision.costs import MemoryPlan
@@ -219,15 +220,8 @@ def show(
       bitwright show resnet.encodings
     """
     from bitwright.export.contents import contents
-    from bitwright.tables import Table
 
-    shown = 0
-    for found in contents(path, prefix):
-        rows = [row for row in found.rows if not found.named or like(row[0], match)]
-        if rows or found.named:
-            details(Table(found.head, rows, found.title))
-        shown += len(rows) if found.named else 0
-    answer(f"{shown} tensors")
+    print_contents(contents(path, prefix), lambda name: like(name, match))
 
 
 def _answer_memory(plan: MemoryPlan, bound: int) -> None:

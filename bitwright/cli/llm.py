@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli.app import answer, command, data_option, details, export_option, group, methods_option, output_option
+from bitwright.cli.app import command, data_option, export_option, group, methods_option, output_option
 from bitwright.cli.options import JsonFile, write_json
 from bitwright.errors import ConfigError
+from bitwright.terminal import answer, details
 
 llm = group("llm", "Quantize language models, measure and run them. Local folders only; nothing is downloaded.")
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from bitwright.cli.app import NO, answer, command, details, is_quiet, output_option
+from bitwright.cli.app import NO, command, output_option
 from bitwright.cli.options import NAMES, Preset, names_of, spec_text
 from bitwright.errors import ConfigError, close_matches
+from bitwright.terminal import answer, details, is_quiet
 
 if TYPE_CHECKING:
     from bitwright.core.placement.rules import Rule

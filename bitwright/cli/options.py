@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitwright.cli.app import NO, data_option, export_option, methods_option, output_option, print_report
+from bitwright.cli.app import NO, data_option, export_option, methods_option, output_option
 from bitwright.errors import ConfigError
+from bitwright.terminal import print_report
 
 if TYPE_CHECKING:
     from bitwright.core.numerics.spec import QuantSpec

@@ -13,18 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitwright.cli.app import (
-    NO,
-    answer,
-    command,
-    data_option,
-    details,
-    export_option,
-    is_quiet,
-    is_verbose,
-    methods_option,
-    output_option,
-)
+from bitwright.cli.app import NO, command, data_option, export_option, methods_option, output_option
 from bitwright.cli.options import (
     Config,
     Data,
@@ -42,6 +31,7 @@ from bitwright.cli.options import (
     write_json,
 )
 from bitwright.errors import ConfigError
+from bitwright.terminal import answer, details, is_quiet, is_verbose
 
 _MOST_ALIKE = 3  # notes of one text that are printed one by one
 _LARGE = 1 << 26  # bytes of the files that are verified without being asked

@@ -291,6 +291,7 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def installed_versions() -> dict[str, str]:
     """Versions of Bitwright, Python and the packages that an export uses, by name."""
+
     found = {"bitwright": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
