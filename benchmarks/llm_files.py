@@ -42,6 +42,7 @@ ROWS: list[tuple[str, str, QuantSpec | str]] = [
     ("compressed-tensors", "int8 per channel", PRESETS["w8"].weight),  # type: ignore[list-item]
     ("compressed-tensors", "W8A8, static inputs", "w8a8"),
     ("compressed-tensors", "W8A8, int8 per token", dynamic_spec("int8")),
+    ("compressed-tensors", "W8A8, int8c per token", dynamic_spec("int8c")),
     ("compressed-tensors", "W8A8, uint8 per token", dynamic_spec("uint8")),
     ("compressed-tensors", "fp8, inputs per token", PRESETS["fp8_dynamic"].activation),  # type: ignore[list-item]
     ("compressed-tensors", "NVFP4", PRESETS["nvfp4"].weight),  # type: ignore[list-item]
@@ -56,7 +57,7 @@ ROWS: list[tuple[str, str, QuantSpec | str]] = [
 ]
 IN_BFLOAT16 = ("NVFP4", "MXFP4")  # compressed-tensors unpacks them to it
 #: format of inputs at run time -> format of the weights beside them
-_WEIGHTS = {"int8": "int8", "uint8": "int8", "float8_e4m3": "float8_e4m3"}
+_WEIGHTS = {"int8": "int8", "int8c": "int8", "uint8": "int8", "float8_e4m3": "float8_e4m3"}
 
 
 def simulated(model: Any, kind: str, spec: QuantSpec | str) -> QuantizationSimModel:

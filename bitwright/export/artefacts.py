@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bitwright import __version__
 from bitwright.core.graph.recurrence import CELLS, HIDDEN, RECURRENT
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.serialize import encoding_to_json, granularity_to_json, spec_to_json
 from bitwright.core.placement.rules import RUN_TIME_OPERAND, is_run_time_weight
 from bitwright.core.simulation.output_quality import RowOrder
@@ -349,6 +350,18 @@ class FileForms:
     ir_version: int | None = None
 
 
+def _refuse_centred(encodings: Mapping[str, Encoding]) -> None:
+    for site, encoding in encodings.items():
+        if isinstance(encoding.format, IntFormat) and encoding.format.centred:
+            plain = IntFormat(encoding.format.bits).name
+            raise ExportError(
+                site,
+                f"the lowest value of a token lies on the border between two codes of {encoding.format.name}, so that a file "
+                "whose sums differ in the last bit would take the other one",
+                f"quantize it to {plain}; {encoding.format.name} is for files that transformers runs with compressed-tensors",
+            )
+
+
 def write_artefacts(
     sim: Simulation,
     path: str | Path,
@@ -381,8 +394,9 @@ def write_artefacts(
     Raises:
         ConfigError: see :func:`check_destination`.
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written; ``check`` found
-            kernels that bring the outputs away from the simulation, and nothing that helps in float.
+            kernels that bring the outputs away from the simulation, and nothing that helps in float; a grid is centred.
     """
+    _refuse_centred(encodings)
     own = find_target(forms.target).encoding_version
     if own is not None and forms.encoding_version == DEFAULT_ENCODINGS:
         forms = replace(forms, encoding_version=own)

@@ -22,6 +22,7 @@ from bitwright.llm.openvino_export import export_openvino as export_openvino
 from bitwright.llm.packed import FloatWeight as FloatWeight
 from bitwright.llm.packed import LayerInput as LayerInput
 from bitwright.llm.packed import PackedWeight as PackedWeight
+from bitwright.llm.packed import cache_encodings as cache_encodings
 from bitwright.llm.packed import layer_inputs as layer_inputs
 from bitwright.llm.packed import packed_weights as packed_weights
 from bitwright.llm.quantized import Quantized as Quantized

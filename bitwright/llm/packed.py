@@ -6,7 +6,7 @@ bit for bit: the codes come from the same arithmetic and the same encoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.attention import attention_products
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.arrays import to_numpy
 from bitwright.core.numerics.encoding import Encoding
@@ -313,8 +314,8 @@ def layer_inputs(sim: Any) -> dict[str, LayerInput]:
     """The quantized inputs of a simulated model's layers, by the name of the layer.
 
     Raises:
-        ConfigError: something else than inputs of layers with quantized weights is quantized, which files of engines cannot
-            say.
+        ConfigError: something else than inputs of layers with quantized weights and the cache is quantized, which files of
+            engines cannot say.
         CalibrationError: an input has no encoding.
     """
     sites = list(sim.quantizers.values())
@@ -324,20 +325,65 @@ def layer_inputs(sim: Any) -> dict[str, LayerInput]:
         if site.role == "weight" and site.enabled
     }
     found: dict[str, LayerInput] = {}
+    of_cache = {place for pair in _cache_operands(sim) for place in pair}
     for site in sites:
-        if not site.enabled or site.role in ("weight", "bias"):
+        if not site.enabled or site.role in ("weight", "bias") or (site.op, site.port) in of_cache:
             continue
         if site.role != "input" or site.port != 0 or site.op not in layers:
             raise ConfigError(
                 site.name,
                 f"the simulation quantizes this {site.role}, and files of engines say how inputs of layers with quantized "
-                "weights are quantized, and of nothing else",
+                "weights and the cache are quantized, and of nothing else",
                 "leave it in float with rules: Rule('*', port='output', quantized=False), Rule('*', port='input', "
                 "quantized=False), and then Rule('*', op='Gemm', port='input', format='int8') for inputs of layers",
             )
         spec = site.quantizer.spec
         found[layers[site.op]] = LayerInput(spec, None if getattr(spec, "dynamic", False) else site.quantizer.required)
     return found
+
+
+def _cache_operands(sim: Any) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    """Operator and port of the keys and of the values of every attention."""
+    return (((scores.name, 1), (product.name, 1)) for scores, product in attention_products(sim.graph))
+
+
+def cache_encodings(sim: Any) -> dict[str, tuple[Encoding, Encoding]]:
+    """The encodings of a simulated model's cache, keys and values, by the name of the attention module.
+
+    Raises:
+        ConfigError: only keys or only values are quantized, or the newest tokens stay in float.
+        CalibrationError: one of them has no encoding.
+    """
+    sites = {(site.op, site.port): site for site in sim.quantizers.values() if site.role == "input" and site.enabled}
+    found: dict[str, tuple[Encoding, Encoding]] = {}
+    for places in _cache_operands(sim):
+        pair = [sites[place] for place in places if place in sites]
+        if pair:
+            _check_whole_cache(pair)
+            keys, values = (site.quantizer.required for site in pair)
+            found[_module_of(sim.model, places[0][0])] = (keys, values)
+    return found
+
+
+def _check_whole_cache(pair: Sequence[Any]) -> None:
+    """Refuse the sites of one attention that files cannot say."""
+    window = any(site.spec.recent for site in pair)
+    if len(pair) < 2 or window:
+        raise ConfigError(
+            pair[0].name,
+            "the newest tokens of the cache stay in float there"
+            if window
+            else "only one of keys and values is quantized",
+            'quantize both, without recent: kv_cache={"key": "fp8", "value": "fp8"} with granularity per_tensor',
+        )
+
+
+def _module_of(model: Any, op: str) -> str:
+    """The name of the innermost module that an operator belongs to."""
+    modules, path = dict(model.named_modules()), op
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def weight_encodings(sim: Any) -> dict[str, Encoding]:

@@ -85,7 +85,10 @@ class Grid(nn.Module):
         scale, zero = self.scale, self.zero_point
         if self.encoding.dynamic and fmt.signed:
             reach = self._reach(x)
-            return torch.round(x * (fmt.qmax / reach)).to(torch.int8), reach / fmt.qmax, zero
+            scale = reach / fmt.reach
+            if fmt.centred:
+                return torch.round(x / scale).clamp(fmt.qmin, fmt.qmax).to(torch.int8), scale, zero
+            return torch.round(x * (fmt.reach / reach)).to(torch.int8), scale, zero
         if self.encoding.dynamic:
             low, high = (self._end(x, name) for name in ("amin", "amax"))
             low, high = low.clamp(max=0), high.clamp(min=0)

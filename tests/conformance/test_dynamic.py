@@ -17,11 +17,12 @@ import bitwright.onnx as bo
 import bitwright.torch as bt
 from bitwright.core.numerics.affine import dequantize, encode, fake_quantize, quantize_at_run_time
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import parse_scale_format
+from bitwright.core.numerics.formats import parse_format, parse_scale_format
 from bitwright.core.numerics.granularity import PerChannel, PerTensor, PerToken
 from bitwright.core.numerics.ranges import choose_range_of
-from bitwright.core.numerics.spec import PRESETS, QuantSpec, dynamic_spec
-from bitwright.errors import ConfigError
+from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, dynamic_spec, weight_spec
+from bitwright.errors import ConfigError, ExportError, FormatError
+from bitwright.packed.layers import Grid
 from tests.methods.transformer import with_outliers
 from tests.support import data
 from tests.support.simulations import calibrated
@@ -120,7 +121,50 @@ def test_tokens_in_float8_and_float4_are_static_quantization_with_the_range_of_e
     np.testing.assert_array_equal(fake_quantize(x, encoding_of(activation)), fake_quantize(x, static))
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("bits, token", [(8, PerToken()), (8, PerToken(32)), (4, PerToken())])
+def test_centred_integers_are_those_of_compressed_tensors(bits: int, token: PerToken) -> None:
+    """The functions that transformers calls, bit for bit: the scale of 255 (or 15) steps from one end to the other."""
+    library = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize as theirs
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    strategy: dict[str, Any] = (
+        {"strategy": "group", "group_size": token.block} if token.block else {"strategy": "token"}
+    )
+    args = library.QuantizationArgs(num_bits=bits, type="int", symmetric=True, dynamic=True, **strategy)
+    x = torch.from_numpy(tokens())
+    scale, zero = compute_dynamic_scales_and_zp(x, args, nn.Identity())
+    enc = encoding_of(dynamic_spec(f"int{bits}c", token))
+    wanted = theirs(x, scale, zero, args)
+    assert torch.equal(fake_quantize(x, enc), wanted) and torch.equal(Grid(enc)(x), wanted)
+    codes = quantize_at_run_time(x, enc)[0]
+    assert codes.min() == enc.format.qmin and codes.max() == enc.format.qmax  # type: ignore[union-attr]
+    plain = encoding_of(dynamic_spec(f"int{bits}", token))
+    assert not torch.equal(fake_quantize(x, plain), wanted)
+
+
+def test_centred_integers_are_for_ranges_at_run_time_and_for_no_onnx_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="int8c is a rule for ranges that are chosen at run time.*use int8"):
+        QuantSpec("int8c")
+    with pytest.raises(FormatError, match="only a signed grid with all of its codes can be centred"):
+        parse_format("uint8c")
+    preset = Preset(weight_spec("int8"), dynamic_spec("int8c"))
+    path = tmp_path / "net.onnx"
+    torch.onnx.export(nn.Linear(64, 8).eval(), (X[0],), str(path), dynamo=False, input_names=["x"])
+    sims: list[Any] = [
+        bt.QuantizationSimModel(nn.Linear(64, 8), X[0], preset=preset),
+        bo.QuantizationSimModel(str(path), preset=preset),
+    ]
+    for sim, example in zip(sims, ([X[0]], []), strict=True):
+        sim.compute_encodings()
+        with pytest.raises(ExportError, match="border between two codes of int8c.*quantize it to int8"):
+            sim.export(tmp_path / "out", "net", *example)
+
+
 SPECS = {
+    "int8c per token": dynamic_spec("int8c"),
+    "int8c in blocks": dynamic_spec("int8c", PerToken(32)),
     "int8 per tensor": dynamic_spec("int8", PerTensor()),
     "int8 per token": dynamic_spec("int8"),
     "int4 along axis 1": dynamic_spec("int4", PerToken(axis=1)),

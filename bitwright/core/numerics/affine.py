@@ -578,6 +578,8 @@ def quantize_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array]:
     - signed integers: ``scale = max|x| / qmax``, codes ``rint(x * (qmax / max|x|))`` from ``-qmax`` to ``qmax``: what ONNX
       Runtime's MatMulNBits computes at accuracy level 4 and llama.cpp as Q8_0 on x86, whose scales are then rounded to
       float16 (``enc.scale_format``), while the codes are those of the scale that is not rounded;
+    - centred ones (``int8c``): ``scale = max|x| / 127.5``, codes ``rint(x / scale)`` from -128 to 127, as compressed-tensors
+      computes them;
     - unsigned integers: as ONNX DynamicQuantizeLinear, whose zero point is that of a range widened to contain zero;
     - float formats: ``scale = max|x| / fmt.max``, or the power of two of OCP MX where scales are stored as ``e8m0``; codes are
       ``x / scale`` rounded to the format.
@@ -646,8 +648,11 @@ def _chosen_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array, C
         low, high = end("min"), end("max")
         reach = xp.clip(xp.maximum(-low, high), SMALLEST_REACH, None)
         if isinstance(fmt, IntFormat):
-            most = like(np.array(fmt.qmax), x, dtype)
-            return rint(view * (most / reach)), stored(reach / most), zero, restore
+            most = like(np.array(fmt.reach), x, dtype)
+            scale = reach / most
+            if fmt.centred:
+                return xp.clip(rint(view / scale), fmt.qmin, fmt.qmax), stored(scale), zero, restore
+            return rint(view * (most / reach)), stored(scale), zero, restore
         if enc.scale_format.name == "e8m0":
             scale = wide(like(power_of_two_scale(to_numpy(reach), fmt), x, dtype))
         else:

@@ -15,12 +15,14 @@ class IntFormat:
     """An integer grid of ``bits`` bits, 2 to 32; ``signed`` puts zero in the middle.
 
     ``narrow`` drops the lowest code of a signed grid (-127..127 instead of -128..127), which makes it
-    exactly symmetric.
+    exactly symmetric. ``centred`` keeps it, and half of all steps reach the largest magnitude: 127.5 of 8 bits, so that a
+    range chosen at run time has the scale ``2 * max / 255`` of compressed-tensors instead of ``max / 127``.
     """
 
     bits: int
     signed: bool = True
     narrow: bool = False
+    centred: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 32:
@@ -34,6 +36,12 @@ class IntFormat:
                 site=f"IntFormat(bits={self.bits}, signed=False, narrow=True)",
                 problem="only a signed grid can be narrow",
                 remedy="drop narrow=True or use signed=True",
+            )
+        if self.centred and (self.narrow or not self.signed):
+            raise FormatError(
+                site=f"IntFormat(bits={self.bits}, signed={self.signed}, narrow={self.narrow}, centred=True)",
+                problem="only a signed grid with all of its codes can be centred",
+                remedy="drop centred=True, or use signed=True without narrow",
             )
 
     @property
@@ -52,9 +60,14 @@ class IntFormat:
         return self.qmax - self.qmin
 
     @property
+    def reach(self) -> float:
+        """Steps from zero to the largest magnitude of a symmetric range: ``qmax``, or half of all steps of a centred grid."""
+        return self.steps / 2 if self.centred else float(self.qmax)
+
+    @property
     def name(self) -> str:
-        """``int8``, ``uint4``, ...; a narrow grid is written ``int8n``."""
-        return f"{'' if self.signed else 'u'}int{self.bits}{'n' if self.narrow else ''}"
+        """``int8``, ``uint4``, ...; a narrow grid is written ``int8n``, a centred one ``int8c``."""
+        return f"{'' if self.signed else 'u'}int{self.bits}{'n' if self.narrow else 'c' if self.centred else ''}"
 
 
 @dataclass(frozen=True)
@@ -98,8 +111,8 @@ Format = IntFormat | FloatFormat
 
 
 def largest_code(fmt: Format) -> float:
-    """The largest number that is multiplied with the scale: 127 for int8, 448 for float8_e4m3."""
-    return fmt.max if isinstance(fmt, FloatFormat) else float(fmt.qmax)
+    """What the scale times is the largest magnitude: 127 for int8, 127.5 for int8c, 448 for float8_e4m3."""
+    return fmt.max if isinstance(fmt, FloatFormat) else fmt.reach
 
 
 FLOAT8_E4M3 = FloatFormat("float8_e4m3", 4, 3, 448.0, scaled=True)
@@ -153,7 +166,7 @@ _ALIASES = {"fp8": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2", 
 
 
 def parse_format(text: str | Format) -> Format:
-    """The format called ``text``: ``"int8"``, ``"uint4"``, ``"int8n"`` (narrow), ``"float8_e4m3"``, ``"fp16"``, ...
+    """The format called ``text``: ``"int8"``, ``"uint4"``, ``"int8n"`` (narrow), ``"int8c"`` (centred), ``"float8_e4m3"``, ...
 
     Raises:
         FormatError: no such format; the message lists close names.
@@ -163,8 +176,8 @@ def parse_format(text: str | Format) -> Format:
     key = str(text).strip().lower()
     name = _ALIASES.get(key, key)
     # before the table: names that it lacks are looked for among the entry points of all installed packages, in milliseconds
-    if match := re.fullmatch(r"(u?)int([0-9]{1,3})(n?)", name):
-        return IntFormat(int(match[2]), signed=not match[1], narrow=bool(match[3]))
+    if match := re.fullmatch(r"(u?)int([0-9]{1,3})([nc]?)", name):
+        return IntFormat(int(match[2]), signed=not match[1], narrow=match[3] == "n", centred=match[3] == "c")
     if name in FLOAT_FORMATS:
         return FLOAT_FORMATS[name]
     known = [*FLOAT_FORMATS, *_ALIASES, "int4", "int8", "int16", "uint4", "uint8", "uint16"]

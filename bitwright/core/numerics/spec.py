@@ -168,9 +168,19 @@ class QuantSpec:
         if problem:
             raise ConfigError("QuantSpec.symmetry", f"zero points that are real numbers: {problem}", remedy)
 
+    def _check_calibrated(self) -> None:
+        """Refuse a grid that only ranges chosen at run time have."""
+        if isinstance(self.format, IntFormat) and self.format.centred:
+            raise ConfigError(
+                "QuantSpec.format",
+                f"{self.format.name} is a rule for ranges that are chosen at run time, and dynamic is False",
+                f"set dynamic to True, or use {IntFormat(self.format.bits).name}",
+            )
+
     def _check_dynamic(self) -> None:
         """Refuse settings that a range chosen at run time cannot have."""
         if not self.dynamic:
+            self._check_calibrated()
             if isinstance(self.granularity, PerToken):
                 raise ConfigError(
                     "QuantSpec.granularity",

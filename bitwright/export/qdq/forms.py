@@ -580,7 +580,12 @@ def _around_zero(pen: _Pen, view: ir.Value, encoding: Encoding, reach: ir.Value)
     fmt = encoding.format
     most = pen.constant("most", np.float32(largest_code(fmt)))
     if isinstance(fmt, IntFormat):
-        scale = _stored(pen, pen.emit("Div", [reach, most], "scale"), encoding)
+        step = pen.emit("Div", [reach, most], "scale")
+        scale = _stored(pen, step, encoding)
+        if fmt.centred:
+            codes = pen.emit("Round", [pen.emit("Div", [view, step], "ratio")], "rounded")
+            ends = [pen.constant(name, np.float32(end)) for name, end in (("qmin", fmt.qmin), ("qmax", fmt.qmax))]
+            return pen.emit("Mul", [pen.emit("Clip", [codes, *ends], "codes"), scale], "dq")
         factor = pen.emit("Div", [most, reach], "factor")
         factor.shape = None
         codes = pen.emit("Round", [pen.emit("Mul", [view, factor], "ratio")], "rounded")

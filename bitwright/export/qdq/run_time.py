@@ -79,7 +79,7 @@ def _write_nbits(builder: Builder, node: ir.Node, source: ir.Value, encoding: En
 
 def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> ir.Value | None:
     fmt, token, weight = encoding.format, encoding.granularity, _weight(node)
-    if weight is None or not isinstance(fmt, IntFormat) or fmt.bits != 8:
+    if weight is None or not isinstance(fmt, IntFormat) or fmt.bits != 8 or fmt.centred:
         return None
     if encoding.scale_format.number is not None or source.dtype not in (None, D.FLOAT):
         return None

@@ -43,7 +43,7 @@ class Extras:
         config: of the model, as ``config.json`` has it.
         tokenizer: paths of tokenizer files, which are copied or read.
         inputs: quantized inputs of layers, by the layer's name.
-        cache: keys and values of attention, by the name of the attention module, both per tensor.
+        cache: keys and values of attention, by the name of the attention module.
     """
 
     config: Mapping[str, Any]

@@ -17,6 +17,7 @@ Source: the library's own readers, ``compressed_tensors`` 0.20, and the configur
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ from bitwright.core.numerics.formats import (
     parse_scale_format,
 )
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.placement.kv_cache import with_heads
 from bitwright.errors import ExportError
 from bitwright.llm.files.common import (
     Extras,
@@ -55,6 +57,8 @@ from bitwright.llm.packed import FloatWeight, LayerInput, PackedWeight, Weight, 
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("bitwright")
 
 _WORD = 32  # bits of the integers that codes are packed into
 _E8M0_BIAS = 127
@@ -178,7 +182,7 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
     groups.floats = [name.removesuffix(".weight") for name, _ in in_float]
     cache = None
     if extras.cache:
-        cache = _add_cache(shards, extras.cache, torch.float32 if len(dtypes) != 1 else next(iter(dtypes)))
+        cache = _add_cache(shards, extras, torch.float32 if len(dtypes) != 1 else next(iter(dtypes)))
     shards.finish()
     only = {json.loads(scheme)["format"] for scheme in groups.layers} & _IN_BFLOAT16
     why = f"compressed-tensors unpacks {', '.join(sorted(only))} weights to it" if only else ""
@@ -227,17 +231,21 @@ def _add_input(tensors: dict[str, torch.Tensor], encoding: Encoding, kind: torch
         tensors["input_zero_point"] = torch.from_numpy((encoding.zero_point.reshape(1) - middle).astype(np.int8))
 
 
-def _add_cache(shards: Shards, cache: Mapping[str, tuple[Encoding, Encoding]], kind: torch.dtype) -> dict[str, Any]:
-    """Store the scales of keys and values; returns their configuration entry."""
+def _add_cache(shards: Shards, extras: Extras, kind: torch.dtype) -> dict[str, Any]:
+    """Store the scales of keys and values, one or one for every head; returns their configuration entry."""
     import torch
 
     args: dict[str, Any] = {}
-    for module, pair in cache.items():
+    heads = int(extras.config.get("num_key_value_heads") or extras.config.get("num_attention_heads") or 1)
+    for module, pair in extras.cache.items():
         for letter, encoding in zip("kv", pair, strict=True):
-            shards.add(f"{module}.{letter}_scale", torch.from_numpy(np.array(encoding.scale).reshape(1)).to(kind))
+            by_head = encoding.scale.ndim > 0
+            scale = with_heads(encoding, heads).scale.reshape((-1, 1, 1) if by_head else 1)
+            shards.add(f"{module}.{letter}_scale", torch.from_numpy(np.array(scale)).to(kind))
             args = {
                 "num_bits": encoding.format.bits, "type": "int" if isinstance(encoding.format, IntFormat) else "float",
-                "symmetric": True, "strategy": "tensor", "dynamic": False, "group_size": None, "observer": None,
+                "symmetric": True, "strategy": "attn_head" if by_head else "tensor", "dynamic": False, "group_size": None,
+                "observer": None,
             }  # fmt: skip
     return args
 
@@ -399,15 +407,33 @@ def _recognises(folder: Path) -> bool:
 def _check(plans: Sequence[WeightPlan], extras: Extras) -> None:
     for name, found in extras.inputs.items():
         _input_args(found, name)
+    kinds = {(e.format, e.scale.ndim) for pair in extras.cache.values() for e in pair}
     for module, pair in extras.cache.items():
-        formats = {encoding.format for encoding in pair}
-        if len(formats) > 1 or not all(e.scale.size == 1 and e.symmetric for e in pair):
+        if len(kinds) > 1 or not all(e.symmetric and not e.dynamic and e.scale.size == _heads(e) for e in pair):
             raise ExportError(
                 module,
-                "keys and values of the cache have other formats or are not symmetric per tensor, as compressed-tensors has "
-                "them",
-                "quantize both to int8 or float8_e4m3, symmetric and per tensor",
+                "keys and values of the cache are not of one format, symmetric, with calibrated scales per tensor or per head, "
+                "as compressed-tensors has them",
+                'write kv_cache={part: {"format": "int8", "granularity": "per_tensor", "symmetric": True} for part in ("key", '
+                '"value")}, or "fp8"',
             )
+    tokens = [
+        name for name, found in extras.inputs.items() if found.encoding is None and _divides_by_127(found.spec.format)
+    ]
+    if tokens:
+        logger.info(
+            "%s and %d others: transformers divides the largest magnitude of a token by 127.5, which the format int8c simulates; "
+            "vLLM's kernel divides by 127, as int8 does", tokens[0], len(tokens) - 1,
+        )  # fmt: skip
+
+
+def _heads(encoding: Encoding) -> int:
+    """How many scales keys or values have: one for each head, or one."""
+    return encoding.scale.shape[1] if encoding.scale.ndim == 4 else 1
+
+
+def _divides_by_127(fmt: Format) -> bool:
+    return isinstance(fmt, IntFormat) and fmt.signed and not fmt.centred
 
 
 FORMAT: FileFormat = FileFormat(

@@ -13,7 +13,15 @@ from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.files.atomic import AnyPath, settle
 from bitwright.llm.files import compressed_tensors, gguf, gptq_awq, torchao
 from bitwright.llm.files.common import Extras, FileFormat, check_folder, check_room, check_weight, whole_folder
-from bitwright.llm.packed import LayerInput, PackedWeight, Weight, WeightPlan, layer_inputs, packed_weights
+from bitwright.llm.packed import (
+    LayerInput,
+    PackedWeight,
+    Weight,
+    WeightPlan,
+    cache_encodings,
+    layer_inputs,
+    packed_weights,
+)
 from bitwright.llm.packed import plans as planned_weights
 
 #: files of a whole model in memory, which are made of a simulation
@@ -105,7 +113,8 @@ def write_checkpoint(
         plans: what ``weights`` will yield, so that everything is checked before the first is made; taken from ``weights``
             where these are a list.
         inputs: quantized inputs of layers, by the layer's name, as :func:`bitwright.llm.layer_inputs` finds them.
-        cache: encodings of keys and values, per tensor, by the name of the attention module.
+        cache: encodings of keys and values by the name of the attention module, as :func:`bitwright.llm.cache_encodings` finds
+            them.
 
     Raises:
         ConfigError, GranularityError, ExportError: see :func:`check_checkpoint`; or the disk is full.
@@ -121,7 +130,7 @@ def write_checkpoint(
 def write_simulation(
     folder: AnyPath, sim: Any, *, to: str = "compressed-tensors", tokenizer: Iterable[AnyPath] = ()
 ) -> None:
-    """Write the model of a simulation as files that an engine loads: its quantized weights and inputs of layers.
+    """Write the model of a simulation as files that an engine loads: its quantized weights, inputs of layers and cache.
 
     Args:
         folder: new, empty, or written by an earlier call.
@@ -132,7 +141,7 @@ def write_simulation(
     Raises:
         ModelError: the model has no configuration of transformers.
         ConfigError, GranularityError, ExportError: see :func:`write_checkpoint`; or the simulation quantizes activations
-            other than inputs of layers.
+            other than inputs of layers and the cache.
     """
     config = getattr(sim.model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
@@ -143,7 +152,7 @@ def write_simulation(
         )
     write_checkpoint(
         folder, packed_weights(sim), config.to_dict(), to=to, tokenizer=tokenizer, plans=planned_weights(sim),
-        inputs=layer_inputs(sim),
+        inputs=layer_inputs(sim), cache=cache_encodings(sim),
     )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def test_static_inputs_are_those_of_the_simulation(weight, inputs, symmetry, sto
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("weight, inputs", [("int8", "uint8"), ("float8_e4m3", "float8_e4m3")])
+@pytest.mark.parametrize("weight, inputs", [("int8", "uint8"), ("int8", "int8c"), ("float8_e4m3", "float8_e4m3")])
 def test_inputs_per_token_are_those_of_the_simulation(weight, inputs, tmp_path):
     """Ranges that both choose at run time: the largest magnitude of a token, or its range with a zero point."""
     pytest.importorskip("compressed_tensors")
@@ -205,8 +205,52 @@ def test_scales_of_the_cache_are_stored(name, kind, tmp_path):
         cached = engine(prompts(1), use_cache=True).past_key_values.layers[0].values
     assert torch.equal(cached, fake_quantize(cached, pair[1])) and len(cached.unique()) > 20
     bad = {"model.layers.0.self_attn": (pair[0], Encoding(IntFormat(4), np.float32(1), np.int32(0)))}
-    with pytest.raises(ExportError, match="keys and values of the cache have other formats"):
+    with pytest.raises(ExportError, match="keys and values of the cache are not of one format, symmetric"):
         write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict(), cache=bad)
+
+
+CACHES = {"int8": ("int8", "per_tensor"), "fp8": ("fp8", "per_tensor"), "int4-per-head": ("int4", "per_head")}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name, granularity", CACHES.values(), ids=CACHES)
+def test_transformers_runs_the_quantized_cache_of_the_simulation(name, granularity, tmp_path):
+    """With compressed-tensors it rounds keys and values before they enter the cache, which the simulation does as they leave."""
+    pytest.importorskip("compressed_tensors")
+    model = tiny(Qwen2Config)
+    part = {"format": name, "granularity": granularity, "symmetric": name != "fp8"}
+    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, preset="w8", kv_cache={"key": part, "value": part})
+    sim.compute_encodings([{"input_ids": prompts(8, 12)}], progress=False)
+    write_simulation(tmp_path, sim)
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert scheme["strategy"] == ("attn_head" if granularity == "per_head" else "tensor")
+    engine = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    expected = greedy(sim.model, prompts())
+    assert (greedy(engine, prompts()) == expected).all(1).sum() >= 7  # one prompt on the border of two codes
+    for site in sim.quantizers.values():
+        site.enabled = site.role == "weight"
+    assert not torch.equal(greedy(sim.model, prompts()), expected), "the cache would not matter"
+    with pytest.raises(ExportError, match="the cache: they are quantized, and torchao files say nothing of them"):
+        sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, preset="w8", kv_cache={"key": part, "value": part})
+        sim.compute_encodings([{"input_ids": prompts()}], progress=False)
+        write_simulation(tmp_path / "torchao", sim, to="torchao")
+
+
+@pytest.mark.parametrize(
+    "kv_cache, why",
+    [
+        ({"key": "fp8"}, "only one of keys and values is quantized"),
+        ({"key": "fp8", "value": "fp8", "recent": 4}, "the newest tokens of the cache stay in float there"),
+        ({"key": "int8", "value": "int8"}, "keys and values of the cache are not of one format, symmetric"),
+    ],
+    ids=["keys", "window", "per-token"],
+)
+def test_caches_that_files_cannot_say_are_refused(kv_cache, why, tmp_path):
+    sim = QuantizationSimModel(tiny(LlamaConfig), {"input_ids": prompts(1)}, preset="w8", kv_cache=kv_cache)
+    sim.compute_encodings([{"input_ids": prompts()}], progress=False)
+    with pytest.raises((ConfigError, ExportError), match=why):
+        write_simulation(tmp_path, sim)
+    assert not list(tmp_path.iterdir())
 
 
 def test_activations_that_files_cannot_say_are_refused(tmp_path):
