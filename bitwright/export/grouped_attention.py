@@ -4,14 +4,15 @@ In plain operators a step of generation copies the whole cache: ``present = Conc
 keys and values into the buffer of the past instead, when a runtime hands it the same buffer for both (onnxruntime-genai with
 ``past_present_share_buffer``), repeats no keys for grouped heads, and makes the causal mask itself, from the number of tokens in
 ``attention_mask``. Where the simulation quantizes keys and values to symmetric int8 with calibrated scales, the cache holds
-these codes.
+these codes. Where a rotation stands around the grids, keys and values are rotated before they enter the cache, queries alike,
+and the result is turned back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -49,6 +50,9 @@ class _Attention:
     softcap: float
     result: ir.Node
     stored: tuple[Encoding | None, Encoding | None]  # what keys and values are on
+    turns: tuple[
+        NDArray[Any] | None, NDArray[Any] | None
+    ]  # what their channels are multiplied by in front of these grids
 
 
 class _Otherwise(Exception):  # noqa: N818, says why an attention is not of the form
@@ -121,7 +125,7 @@ def _attention(ends: dict[str, ir.Value], names: CacheNames, stored: Mapping[str
     key, value = (
         _joined(ends, *pair) for pair in ((names.past_key, names.present_key), (names.past_value, names.present_value))
     )
-    factor, product, of_keys = _product_of(key.outputs[0], stored)
+    factor, product, of_keys, turn_keys = _product_of(key.outputs[0], stored)
     query = product.inputs[0]
     while query is not None and (scaled := _scaled(query.producer())) is not None:
         query, factor = scaled[0], factor * scaled[1]
@@ -129,7 +133,7 @@ def _attention(ends: dict[str, ir.Value], names: CacheNames, stored: Mapping[str
     heads = _only_reader(weights.outputs[0])
     if heads.op_type == "Cast":
         heads = _only_reader(heads.outputs[0])
-    source, of_values = _moved_from(heads.inputs[1], stored) if heads.op_type == "MatMul" else (None, None)
+    source, of_values, turn_values = _moved_from(heads.inputs[1], stored) if heads.op_type == "MatMul" else _NOWHERE
     if source is not value.outputs[0]:
         raise _Otherwise(f"the softmax is read by {heads.op_type} {heads.name}, not by a product with the values")
     result = _only_reader(heads.outputs[0])
@@ -142,7 +146,8 @@ def _attention(ends: dict[str, ir.Value], names: CacheNames, stored: Mapping[str
     assert query is not None
     if query.shape is None or not all(isinstance(query.shape[i], int) for i in (1, 3)):
         raise _Otherwise("the numbers of heads are not in the file")
-    return _Attention(query, key, value, scale, softcap, result, (of_keys, of_values))
+    turns = (turn_keys, turn_values)
+    return _Attention(query, key, value, scale, softcap, result, (of_keys, of_values), turns)
 
 
 def _joined(ends: dict[str, ir.Value], past: str, present: str) -> ir.Node:
@@ -167,9 +172,11 @@ def _site(node: ir.Node) -> str:
     return node.attributes.get_string("site", "") or ""
 
 
-def _product_of(keys: ir.Value, stored: Mapping[str, Encoding]) -> tuple[float, ir.Node, Encoding | None]:
-    """The product of queries with ``keys``, the factor of the keys, and their encoding."""
-    factor, value, found = 1.0, keys, None
+def _product_of(
+    keys: ir.Value, stored: Mapping[str, Encoding]
+) -> tuple[float, ir.Node, Encoding | None, NDArray[Any] | None]:
+    """The product of queries with ``keys``, the factor of the keys, their encoding, and the rotation around it."""
+    factor, value, found, turn = 1.0, keys, None, None
     while True:
         node = _only_reader(value, stored)
         scaled = _scaled(node)
@@ -177,25 +184,48 @@ def _product_of(keys: ir.Value, stored: Mapping[str, Encoding]) -> tuple[float, 
             factor *= scaled[1]
         elif node.op_type == "Site":
             found = stored[_site(node)]
+        elif (matrix := _rotation(node, value)) is not None:
+            turn = matrix if found is None else turn
         elif node.op_type == "MatMul" and node.inputs[1] is value:
             if found is not None and factor != 1:
                 raise _Otherwise("its keys are quantized after they are scaled")
-            return factor, node, found
+            return factor, node, found, turn
         elif node.op_type not in _MOVES:
             raise _Otherwise(f"{node.op_type} {node.name} reads its keys")
         value = node.outputs[0]
 
 
-def _moved_from(value: ir.Value | None, stored: Mapping[str, Encoding]) -> tuple[ir.Value | None, Encoding | None]:
-    """The source of ``value`` across data movement, and its encoding."""
-    found = None
+def _rotation(node: ir.Node, value: ir.Value | None) -> NDArray[Any] | None:
+    """The square matrix that the channels of ``value`` are multiplied by at ``node``, from the right of rows of channels."""
+    if node.op_type != "MatMul":
+        return None
+    for port in (0, 1):
+        held, other = node.inputs[1 - port], node.inputs[port]
+        constant = None if held is None else ir.convenience.get_const_tensor(held)
+        if constant is not None and other is value and constant.shape.rank() == 2:
+            matrix = constant.numpy()
+            return matrix if port == 0 else matrix.T
+    return None
+
+
+_Moved = tuple[ir.Value | None, Encoding | None, NDArray[Any] | None]
+_NOWHERE: _Moved = (None, None, None)
+
+
+def _moved_from(value: ir.Value | None, stored: Mapping[str, Encoding]) -> _Moved:
+    """The source of ``value`` across data movement, its encoding, and the rotation around it."""
+    found, turn = None, None
     while value is not None and (node := value.producer()) is not None:
+        moving = next((v for v in node.inputs if v is not None and _rotation(node, v) is not None), None)
+        if moving is not None:
+            turn, value = _rotation(node, moving), moving
+            continue
         if node.op_type == "Site" and _site(node) in stored:
             found = stored[_site(node)]
         elif node.op_type not in _MOVES:
             break
         value = node.inputs[0]
-    return value, found
+    return value, found, turn
 
 
 def _scaled(node: ir.Node | None) -> tuple[ir.Value, float] | None:
@@ -259,6 +289,13 @@ class _Pen:
             node.attributes.add(attribute)
         return value
 
+    def turned(self, value: ir.Value, matrix: NDArray[Any] | None, dtype: ir.DataType) -> ir.Value:
+        """``value`` with its last axis multiplied by ``matrix``, if there is one."""
+        if matrix is None:
+            return value
+        held = self.builder.initializer(f"{value.name}_rotation", np.ascontiguousarray(matrix))
+        return self.emit("MatMul", [value, held], f"{value.name}_rotated", dtype)
+
     def ints(self, numbers: Sequence[int]) -> ir.Value:
         return self.builder.initializer("grouped_attention_shape", np.array(numbers, np.int64))
 
@@ -290,8 +327,11 @@ def _replace(
     assert isinstance(heads, int) and isinstance(size, int) and isinstance(groups, int)
     pen = _Pen(builder, before(attention.result))
     flat = []
-    for source, count in ((query, heads), (key.inputs[1], groups), (value.inputs[1], groups)):
+    turn_keys, turn_values = attention.turns if attention.stored[0] is not None else (None, None)
+    parts = ((query, heads, turn_keys), (key.inputs[1], groups, turn_keys), (value.inputs[1], groups, turn_values))
+    for source, count, turn in parts:
         assert source is not None
+        source = pen.turned(source, turn, dtype)
         perm = ir.AttrInt64s("perm", [0, 2, 1, 3])
         turned = pen.emit("Transpose", [source], f"{source.name}_tokens", dtype, perm)
         flat.append(pen.emit("Reshape", [turned, pen.ints([0, 0, count * size])], f"{source.name}_rows", dtype))
@@ -326,5 +366,6 @@ def _replace(
     rows, old = node.outputs[0], attention.result.outputs[0]
     rows.dtype, rows.name = dtype, builder.names.value(f"{names.present_key}_rows")
     split = pen.emit("Reshape", [rows, pen.ints([0, 0, heads, size])], f"{old.name}_heads", dtype)
+    split = pen.turned(split, None if turn_values is None else turn_values.T, dtype)
     split.shape = old.shape
     move_uses(old, split)

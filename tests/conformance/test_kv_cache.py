@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import bitwright.onnx as bo
 import bitwright.torch as bt
 from bitwright import Preset
 from bitwright.core.numerics.affine import fake_quantize
-from bitwright.core.placement.kv_cache import KvCache, parse_kv_cache
+from bitwright.core.numerics.formats import parse_format
+from bitwright.core.numerics.serialize import spec_from_json, spec_to_json
+from bitwright.core.placement.kv_cache import CachePlace, KvCache, describe, parse_kv_cache
 from bitwright.errors import ConfigError, ExportError
 from tests.support.simulations import calibrated
 
@@ -114,8 +117,12 @@ def test_bytes_of_a_token_count_repeated_heads_once() -> None:
         {"key": "int8", "value": "int8"},
         {part: {"format": "fp8", "granularity": "per_tensor"} for part in ("key", "value")},
         {part: {"format": "fp8", "granularity": "per_token"} for part in ("key", "value")},
+        {
+            "key": {"format": "int8", "granularity": "per_head", "rotated": True},
+            "value": {"format": "int4", "rotated": True},
+        },
     ],
-    ids=["int8", "fp8 calibrated", "fp8 at run time"],
+    ids=["int8", "fp8 calibrated", "fp8 at run time", "rotated"],
 )
 def test_both_front_ends_and_the_export_agree(kv_cache: dict[str, Any], tmp_path: Path) -> None:
     sim = calibrated(bt.QuantizationSimModel(Attention(False), X, preset="w8", kv_cache=kv_cache), [X])
@@ -129,6 +136,38 @@ def test_both_front_ends_and_the_export_agree(kv_cache: dict[str, Any], tmp_path
     name = other.graph.inputs[0]
     other.compute_encodings([{name: X.numpy()}])
     np.testing.assert_allclose(other.session.run(None, {name: X.numpy()})[0], y, rtol=1e-3, atol=2e-3)
+
+
+def test_a_rotation_changes_nothing_in_float_and_spreads_a_large_channel() -> None:
+    net = Attention(True).eval()
+    with torch.no_grad():
+        net.k.weight[3] *= 20.0
+        y = net(X)
+
+    def error(**facets: Any) -> float:
+        kept = {"key": {"granularity": "per_token", **facets}}
+        sim = calibrated(bt.QuantizationSimModel(net, X, preset=FLOAT, kv_cache=kept), [X])
+        with torch.no_grad():
+            return float((sim.model(X) - y).norm() / y.norm())
+
+    assert error(format="int16", rotated=True) < 1e-4
+    assert error(format="int4", rotated=True) < 0.8 * error(format="int4")
+
+
+def test_a_rotation_is_named_with_its_matrix_and_stays_where_it_is() -> None:
+    rotated = {"format": "int8", "rotated": True}
+    sim = bt.QuantizationSimModel(Attention(True), X, preset=FLOAT, kv_cache={"key": rotated})
+    assert "keys rotated by a Hadamard matrix of 8 channels" in str(sim.coverage())
+    (site,) = sim.quantizers.values()
+    assert site.spec is not None and spec_from_json(spec_to_json(site.spec)) == site.spec
+    site.spec = replace(site.spec, format=parse_format("uint4"), rotation=None)
+    assert "uint4 asymmetric per channel over all tokens, minmax, rotated" in str(sim.coverage())
+    with pytest.raises(
+        ConfigError, match=r"a rotation stands around the grid of keys and values only.*make the simulation"
+    ):
+        site.spec = replace(site.spec, rotation=-1)
+    places = {("matmul", 1): CachePlace("key", "matmul", 1, replace(site.spec, rotation=-2), 6, 12, 96)}
+    assert "by a random orthogonal matrix, as no Hadamard matrix has this size, of 6 channels" in describe(places)
 
 
 def test_rules_ask_for_it_and_take_it_back() -> None:
@@ -147,6 +186,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "granularity": ({"value": {"format": "int8", "granularity": "per_tokn"}}, "did you mean 'per_token'"),
     "group": ({"value": {"format": "int8", "group": 8}}, "group 8 does not go with per_token"),
     "recent": ({"key": "int8", "recent": -1}, "-1 is not a number of tokens"),
+    "rotated": ({"key": {"format": "int8", "rotated": 1}}, "kv_cache.key: rotated is 1.*write true or false"),
     "no mapping": ("int8", 'it is a str.*write {"key": "int8", "value": "int8"}'),
 }
 

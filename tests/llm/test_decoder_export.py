@@ -168,21 +168,22 @@ def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
             tokens, past = [expected], past + new
 
 
-def _int8_cache(key: str, value: str) -> dict[str, Any]:
-    parts = {"key": key, "value": value}
-    return {part: {"format": "int8", "granularity": kind, "symmetric": True} for part, kind in parts.items()}
+def _int8_cache(key: str, value: str, rotated: bool = False) -> dict[str, Any]:
+    shared = {"format": "int8", "symmetric": True, "rotated": rotated}
+    return {part: {**shared, "granularity": kind} for part, kind in (("key", key), ("value", value))}
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "key, value", [("per_channel", "per_tensor"), ("per_head", "per_channel"), ("per_tensor", "per_tensor")]
+    "key, value, rotated",
+    [("per_channel", "per_tensor", False), ("per_head", "per_channel", True), ("per_tensor", "per_tensor", False)],
 )
-def test_a_cache_in_int8_is_stored_by_grouped_attention(key: str, value: str, tmp_path: Path) -> None:
+def test_a_cache_in_int8_is_stored_by_grouped_attention(key: str, value: str, rotated: bool, tmp_path: Path) -> None:
     tokens = torch.randint(3, 48, (4, 24), generator=torch.Generator().manual_seed(0))
     model = decoder(num_hidden_layers=1, eos_token_id=None)
     example = {"input_ids": tokens[:1]}
-    sim = QuantizationSimModel(model, example, preset="w4g32", kv_cache=_int8_cache(key, value))
+    sim = QuantizationSimModel(model, example, preset="w4g32", kv_cache=_int8_cache(key, value, rotated))
     sim.compute_encodings([{"input_ids": tokens}], progress=False)
     made = export_decoder(sim, tmp_path)
     assert made.grouped and made.shared and any("are stored in int8" in note for note in made.notes), made.notes
@@ -204,7 +205,7 @@ def test_a_cache_in_int8_is_stored_by_grouped_attention(key: str, value: str, tm
 @pytest.mark.parametrize("kind", ["per_tensor", "per_token"])
 def test_a_cache_in_fp8_is_computed_by_plain_operators(kind: str, tmp_path: Path) -> None:
     tokens = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
-    stored = {part: {"format": "fp8", "granularity": kind} for part in ("key", "value")}
+    stored = {part: {"format": "fp8", "granularity": kind, "rotated": kind == "per_token"} for part in ("key", "value")}
     model = decoder(num_hidden_layers=1, eos_token_id=None)
     sim = QuantizationSimModel(model, {"input_ids": tokens[:1]}, preset="w4g32", kv_cache=stored)
     sim.compute_encodings([{"input_ids": tokens}], progress=False)

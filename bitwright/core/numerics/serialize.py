@@ -173,6 +173,7 @@ def spec_to_json(spec: QuantSpec) -> JsonDict:
         **({} if spec.scale_format == FLOAT32_SCALE else {"scale_format": spec.scale_format.name}),
         **({"dynamic": True} if spec.dynamic else {}),
         **({} if spec.recent is None else {"recent": list(spec.recent)}),
+        **({} if spec.rotation is None else {"rotation": spec.rotation}),
     }
 
 
@@ -207,4 +208,5 @@ def spec_from_json(data: JsonDict, site: str = "spec") -> QuantSpec:
             parse_scale_format(data.get("scale_format", FLOAT32_SCALE)),
             data.get("dynamic", False) is True,
             None if data.get("recent") is None else (int(data["recent"][0]), int(data["recent"][1])),
+            None if data.get("rotation") is None else int(data["rotation"]),
         )

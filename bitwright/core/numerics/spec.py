@@ -99,6 +99,8 @@ class QuantSpec:
         dynamic: every run chooses the range of the tensor that passes, per tensor or per token; nothing is calibrated. Of
             activations; signed grids are symmetric then, unsigned ones have a zero point, as ONNX DynamicQuantizeLinear.
         recent: (axis, count): the last ``count`` indices of ``axis`` stay in float, as the newest tokens of a cache.
+        rotation: the axis, -1 or -2, along which :func:`~bitwright.core.numerics.rotations.random_rotation` is multiplied in
+            front of the grid, and its transpose behind it; of keys and values of a cache. The range is that of the product.
     """
 
     format: Format = field(default_factory=lambda: IntFormat(8))
@@ -110,6 +112,7 @@ class QuantSpec:
     scale_format: ScaleFormat = FLOAT32_SCALE
     dynamic: bool = False
     recent: tuple[int, int] | None = None
+    rotation: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.granularity, Granularity):
@@ -214,7 +217,8 @@ class QuantSpec:
         scales = "" if self.scale_format == FLOAT32_SCALE else f" ({self.scale_format.name} scales)"
         range_of = "range at run time" if self.dynamic else self.method.name
         recent = f", the last {self.recent[1]} tokens in float" if self.recent else ""
-        return f"{self.format.name}{symmetry} {phrase(self.granularity)}{scales}, {range_of}{recent}"
+        turned = "" if self.rotation is None else ", rotated"
+        return f"{self.format.name}{symmetry} {phrase(self.granularity)}{scales}, {range_of}{recent}{turned}"
 
 
 @dataclass(frozen=True)

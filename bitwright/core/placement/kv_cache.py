@@ -19,13 +19,14 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor, PerToken
+from bitwright.core.numerics.rotations import is_hadamard
 from bitwright.core.numerics.spec import QuantSpec, activation_spec, dynamic_spec
 from bitwright.errors import BitwrightError, ConfigError, close_matches, with_article
 
 Shared = Literal["per_channel", "per_head", "per_token", "per_tensor"]
 _SHARED: tuple[str, ...] = ("per_channel", "per_head", "per_token", "per_tensor")
 _DEFAULT = {"key": "per_channel", "value": "per_token"}
-_FACETS = ("format", "granularity", "group", "symmetric")
+_FACETS = ("format", "granularity", "group", "symmetric", "rotated")
 _GROUP = 16  # tokens of a channel that share a scale with fewer than 8 bits
 _WHOLE = 1 << 24  # longer than any sequence: one block of all tokens
 _MOST_WITH_ZERO_POINT = (
@@ -41,15 +42,24 @@ class CacheSpec:
     scale per channel and ``group`` tokens, chosen when these are written (KIVI, Liu et al. 2024, arXiv:2402.02750); of a
     forward pass over a whole text a group takes in tokens that come later. The others are calibrated. Integer formats have a
     zero point, unless they are ``symmetric``, as kernels that store a cache in int8 want them.
+
+    ``rotated`` multiplies the channels of every head by an orthogonal matrix in front of the grid and by its transpose behind
+    it, so that no channel is larger than the others (R3 of SpinQuant, Liu et al. 2024, arXiv:2405.16406): a Hadamard matrix
+    with random signs, or a random orthogonal one where there is none of this size.
     """
 
     format: str
     granularity: Shared
     group: int = 0
     symmetric: bool = False
+    rotated: bool = False
 
     def spec(self, rank: int, token_axis: int, channel_axis: int) -> QuantSpec:
         """The spec of an operand of ``rank`` axes with tokens and channels on these (counted from the end)."""
+        found = self._upright(rank, token_axis, channel_axis)
+        return replace(found, rotation=channel_axis) if self.rotated else found
+
+    def _upright(self, rank: int, token_axis: int, channel_axis: int) -> QuantSpec:
         fmt = parse_format(self.format)
         if isinstance(fmt, IntFormat) and fmt.bits <= _MOST_WITH_ZERO_POINT and not self.symmetric:
             fmt = IntFormat(fmt.bits, signed=False)
@@ -87,7 +97,7 @@ def parse_kv_cache(given: KvCache | Mapping[str, Any] | None, at: str = "kv_cach
 
     Keys are per channel and values per token where no granularity is given. With fewer than 8 bits, per channel is per channel
     and 16 tokens, unless ``group`` says how many (0: one calibrated scale for all tokens). ``"symmetric": True`` leaves zero
-    points out.
+    points out; ``"rotated": True`` puts a Hadamard matrix in front of the grid and its transpose behind it.
 
     Raises:
         ConfigError: an unknown key, format or granularity, with close matches; nothing is asked for.
@@ -140,14 +150,18 @@ def _part(given: Any, part: str, at: str) -> CacheSpec:
                 f"group {group!r} does not go with {granularity}",
                 "give a number of tokens with per_channel, such as 16",
             )
-        symmetric = entry.get("symmetric", False)
-        if not isinstance(symmetric, bool):
-            raise ConfigError(at, f"symmetric is {symmetric!r}", "write true or false")
-        made = CacheSpec(fmt.name, granularity, group, symmetric)
+        made = CacheSpec(fmt.name, granularity, group, _flag(entry, "symmetric", at), _flag(entry, "rotated", at))
         made.spec(4, -2, -1)
     except BitwrightError as error:
         raise ConfigError(at, error.problem, error.remedy) from error
     return made
+
+
+def _flag(entry: Mapping[str, Any], name: str, at: str) -> bool:
+    value = entry.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(at, f"{name} is {value!r}", "write true or false")
+    return value
 
 
 @dataclass(frozen=True)
@@ -158,6 +172,7 @@ class CachePlace:
         part: ``key`` or ``value``.
         op, port: the product that reads them.
         spec: resolved for the operand; the residual window is in it.
+        size: channels of a head.
         elements: numbers that one token adds to the cache, heads that are repeated counted once.
         bits: that one token adds, scales of its own (float16) included.
     """
@@ -166,6 +181,7 @@ class CachePlace:
     op: str
     port: int
     spec: QuantSpec
+    size: int
     elements: int
     bits: int
 
@@ -197,7 +213,9 @@ def cache_places(graph: Graph, cache: KvCache | None) -> dict[tuple[str, int], C
             spec = replace(spec, recent=(token, cache.recent)) if cache.recent else spec
             elements = _per_token(graph, operand, shape[token])
             shared = asked.group or max(1, shape[channel])
-            found[op.name, 1] = CachePlace(part, op.name, 1, spec, elements, _token_bits(elements, shared, spec))
+            found[op.name, 1] = CachePlace(
+                part, op.name, 1, spec, shape[channel], elements, _token_bits(elements, shared, spec)
+            )
     if not found:
         raise ConfigError(
             "kv_cache",
@@ -230,7 +248,15 @@ def _per_token(graph: Graph, value: str, tokens: int) -> int:
 
 
 def describe(places: Mapping[tuple[str, int], CachePlace]) -> str:
-    """One sentence: the bytes of a token in the cache, and its bytes in float16."""
+    """One sentence: the bytes of a token in the cache, its bytes in float16, and what is rotated by which matrix."""
     bits, elements = sum(p.bits for p in places.values()), sum(p.elements for p in places.values())
     stored = f"{-(-bits // 8):,} bytes per token at {len(places)} operands of attention"
-    return f"key-value cache: {stored}, {2 * elements:,} in float16"
+    turned = {(f"{p.part}s", p.size) for p in places.values() if p.spec.rotation is not None}
+    by = {
+        size: "a Hadamard matrix"
+        if is_hadamard(size)
+        else "a random orthogonal matrix, as no Hadamard matrix has this size,"
+        for _, size in turned
+    }
+    rotated = "".join(f", {part} rotated by {by[size]} of {size} channels" for part, size in sorted(turned))
+    return f"key-value cache: {stored}, {2 * elements:,} in float16{rotated}"

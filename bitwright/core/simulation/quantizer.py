@@ -159,6 +159,14 @@ class Quantizer(OnlyKnownAttributes):
                 "use dataclasses.replace(quantizer.spec, format=parse_format('int4')), "
                 "or quantizer.enabled = False to leave the site in float",
             )
+        if spec.rotation is None:  # what stands around the grid is a matter of the place
+            spec = replace(spec, rotation=self._spec.rotation)
+        if spec.rotation != self._spec.rotation:
+            raise ConfigError(
+                self.name,
+                "a rotation stands around the grid of keys and values only, from the start",
+                'make the simulation with kv_cache={"key": {"format": "int4", "rotated": True}}, or leave out rotation',
+            )
         if spec != self._spec:
             calibrated = self._encoding is not None
             served = _can_serve(self.statistics, self._spec, spec)

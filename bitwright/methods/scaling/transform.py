@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 
 from bitwright.core.graph.operators import is_rotation
+from bitwright.core.numerics.rotations import random_rotation
 from bitwright.core.simulation.float_model import Before, Chain, Edit, FloatModel, SetParam, Undo
 from bitwright.errors import ConfigError, checks_arguments
 from bitwright.methods.attention import Attention
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import Array, Bar, Check, Layer, Layers, Refused, Reversible, log_refused, no_bar, sift
-from bitwright.methods.scaling.rotate import random_rotation, rotatable_heads, turned_inputs, turned_outputs
+from bitwright.methods.scaling.rotate import rotatable_heads, turned_inputs, turned_outputs
 from bitwright.methods.scaling.smooth import observe, refuse_no_data
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular, counted

@@ -25,6 +25,7 @@ from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.integer_sums import fake_quantize_bias
+from bitwright.core.numerics.rotations import random_rotation
 from bitwright.core.placement.plan import SitePlan
 from bitwright.export.files.atomic import temporary_room
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, let_go
@@ -174,7 +175,7 @@ def add_sites(marked: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
         elif site.role == "output":
             _mark_output(values[site.value], site.name, names, outputs)
         elif not _is_branching(node):
-            _mark_input(node, site.port, site.name, names)
+            _mark_input(node, site.port, site.name, names, site.spec.rotation)
         else:
             _mark_returned(values[site.value], site.name, names, outputs)
     for node in nodes.values():
@@ -194,12 +195,33 @@ def _is_batch_first(node: ir.Node) -> bool:
     return is_layer(node) and node.attributes.get_int("layout", 0) == 1
 
 
-def _mark_input(node: ir.Node, port: int, site: str, names: Names) -> None:
+def _mark_input(node: ir.Node, port: int, site: str, names: Names, rotation: int | None) -> None:
     value = node.inputs[port]
     assert value is not None and node.graph is not None, (site, port)
+    if rotation is not None:
+        value = _turned(value, node, rotation, names)
     marker = _marker(value, site, names)
     node.graph.insert_before(node, marker)
-    node.replace_input_with(port, marker.outputs[0])
+    result = marker.outputs[0]
+    node.replace_input_with(port, result if rotation is None else _turned(result, node, rotation, names, back=True))
+
+
+def _turned(value: ir.Value, reader: ir.Node, axis: int, names: Names, *, back: bool = False) -> ir.Value:
+    """``value`` with its channels along ``axis`` multiplied by a rotation, or its transpose, in front of ``reader``."""
+    assert value.shape is not None and value.dtype is not None and reader.graph is not None
+    size = value.shape[axis]
+    assert isinstance(size, int), (value.name, axis)
+    R = random_rotation(size).astype(value.dtype.numpy())
+    tensor = ir.Tensor(R.T.copy() if back == (axis == -1) else R, name=names.value(f"{value.name}_rotation"))
+    held = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    reader.graph.register_initializer(held)
+    product = ir.Node(
+        "", "MatMul", [value, held] if axis == -1 else [held, value], name=names.node(f"{value.name}/rotation")
+    )
+    result = product.outputs[0]
+    result.name, result.type, result.shape = names.value(f"{value.name}_rotated"), value.type, value.shape
+    reader.graph.insert_before(reader, product)
+    return result
 
 
 def _mark_returned(value: ir.Value, site: str, names: Names, outputs: Outputs) -> None:

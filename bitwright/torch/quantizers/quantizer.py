@@ -14,6 +14,7 @@ import torch
 
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.rotations import random_rotation
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.kv_cache import with_heads
 from bitwright.core.placement.plan import Role
@@ -47,7 +48,7 @@ class Quantizer(core.Quantizer):
     """
 
     _ATTRIBUTES = core.Quantizer._ATTRIBUTES | {
-        "_columns", "_grids", "_kept", "_scales", "correction", "ends", "learned", "pivot",
+        "_columns", "_grids", "_kept", "_rotations", "_scales", "correction", "ends", "learned", "pivot",
     }  # fmt: skip
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
@@ -56,6 +57,7 @@ class Quantizer(core.Quantizer):
         self._scales: dict[torch.device, tuple[Encoding, torch.Tensor]] = {}
         self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
         self._columns: tuple[Any, tuple[Encoding, ...], tuple[Grid, bool]] | None = None
+        self._rotations: dict[tuple[int, torch.device, torch.dtype], torch.Tensor] = {}
         self.learned: LearnedRange | None = None
         self.ends: RangeEnds | None = None
         self.pivot: Callable[[torch.Tensor, Grid], torch.Tensor] | None = None
@@ -124,6 +126,20 @@ class Quantizer(core.Quantizer):
         if self._spec.recent is not None:
             return self._without_recent(x, *self._spec.recent)
         return self._on_grid(x, overwrite)
+
+    def turned(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """``x`` with its channels multiplied by the rotation of the spec, or by its transpose."""
+        axis = self._spec.rotation
+        assert axis is not None
+        key = x.shape[axis], x.device, x.dtype
+        R = self._rotations.get(key)
+        if R is None:
+            R = torch.tensor(random_rotation(key[0]), dtype=x.dtype, device=x.device)
+            if is_plain(x) and not torch.compiler.is_dynamo_compiling():  # what is made of stand-ins must not be kept
+                self._rotations[key] = R
+        if axis == -1:
+            return x @ (R.T if back else R)
+        return (R if back else R.T) @ x
 
     def _without_recent(self, x: torch.Tensor, axis: int, count: int) -> torch.Tensor:
         """Quantize ``x`` except for the last ``count`` indices of ``axis``."""
@@ -305,7 +321,7 @@ class Quantizer(core.Quantizer):
             self._new_grid(shape, device, encoding)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_grids": {}, "_scales": {}, "_kept": None, "_columns": None}
+        return {**self.__dict__, "_grids": {}, "_scales": {}, "_kept": None, "_columns": None, "_rotations": {}}
 
 
 def side_by_side(

@@ -590,6 +590,13 @@ class Simulator(Handler, Observer):
     # -- the stages
 
     def _operand(self, place: Place, x: torch.Tensor) -> torch.Tensor:
+        """The operand behind its quantizer, inside the rotation that stands around it, if one does."""
+        quantizer = place.quantizer
+        if quantizer.spec.rotation is None or not quantizer.enabled or self.stage == "float":
+            return self._on_grid(place, x)
+        return quantizer.turned(self._on_grid(place, quantizer.turned(x)), back=True)
+
+    def _on_grid(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         quantizer = place.quantizer
         if self.stage == "mark":
             return self._marked(place, x)

@@ -27,9 +27,9 @@ from transformers import (
 
 import bitwright
 from bitwright.core.graph.operators import is_rotation
+from bitwright.core.numerics.rotations import hadamard, random_rotation
 from bitwright.core.numerics.spec import Preset, dynamic_spec, weight_spec
 from bitwright.errors import ConfigError
-from bitwright.methods.scaling.rotate import hadamard, random_rotation
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import fold_norms as fold_onnx
 from bitwright.onnx import rotate_model as rotate_onnx
