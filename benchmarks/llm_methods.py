@@ -49,6 +49,7 @@ from bitwright.torch import (
     apply_reconstruction,
     awq_model,
     correct_errors,
+    learn_scales,
     parameter_groups,
     rotate_model,
     transform_model,
@@ -91,6 +92,7 @@ def _with(preset: Preset, activation: str) -> Preset:
 
 FLOAT_PRESET = Preset(None, None)
 _PER_CHANNEL = {"granularity": "per_channel"}
+_KV_TOKEN = {"format": "int4", "granularity": "per_token"}
 #: name -> preset, or the formats of keys and values
 FORMATS: dict[str, Any] = {
     "int4": _grouped(4),
@@ -118,6 +120,8 @@ FORMATS: dict[str, Any] = {
     "vq 3 bits": PRESETS["w8"],
     "kv int8": {"key": "int8", "value": "int8"},
     "kv int4": {"key": {"format": "int4", **_PER_CHANNEL}, "value": {"format": "int4", "granularity": "per_token"}},
+    "kv int4 per token": dict.fromkeys(("key", "value"), _KV_TOKEN),
+    "kv int4 rotated": {"key": {**_KV_TOKEN, "rotated": True}, "value": _KV_TOKEN},
     "kv fp8": {"key": "fp8", "value": "fp8"},
 }
 #: methods in order; "rotate" merges R1 and R2, "rotate+" puts R4 in front of down projections too; "transform" puts fitted
@@ -134,6 +138,9 @@ METHODS = {
 #: "branch4": low-rank branches of rank 4 beside the layers, fitted after rounding; 16 bits a number
 BRANCHED = {"branch2": ("branch2",), "branch4": ("branch4",), "branch8": ("branch8",)}
 BRANCHED |= {f"gptq, {name}": ("gptq", name) for name in BRANCHED}
+#: "scales": learned factors between channels (OmniQuant's transformation), "clipping": its learned ranges
+_LEARNED = {"clipping": ("clipping",), "scales": ("scales",), "scales, clipping": ("scales", "clipping")}
+_LEARNED |= {"scales, gptq": ("scales", "gptq")}
 ROTATED = {
     "nearest": (),
     "rotate": ("rotate",),
@@ -175,7 +182,9 @@ def methods_for(model: str, format: str) -> dict[str, tuple[str, ...]]:
     if model != "stories260k":
         return _PLAIN
     if " a4" in format:
-        return ROTATED
+        return ROTATED | (_LEARNED if format == "int4 a4" else {})
+    if format == "int4 a8":
+        return _PLAIN | _LEARNED
     if format in ("int3 float zero", "int2 float zero"):
         return METHODS | BRANCHED
     if format == "int4":
@@ -410,12 +419,14 @@ def quantized(subject: Subject, format: Any, methods: Sequence[str], batches: li
     static = format.activation is not None and not format.activation.dynamic
     _leave_ends(sim, () if static else subject.ends)
     sim.compute_encodings(batches if static else None, progress=False)
+    if "scales" in methods:
+        learn_scales(sim, batches, iterations=_STEPS, progress=False)
     for name in methods:
-        if name != "awq" and not name.startswith(("rotate", "transform", "branch", "distilled")):
-            options = {"k-means": {"rounds": 0, "match_float": False}, "autoround": {"iterations": _STEPS}}.get(
-                name, {}
-            )
-            apply_reconstruction(sim, batches, "gptvq" if name == "k-means" else name, progress=False, **options)
+        if name not in ("awq", "scales") and not name.startswith(("rotate", "transform", "branch", "distilled")):
+            options = {"k-means": {"rounds": 0, "match_float": False}, "autoround": {"iterations": _STEPS}}
+            options["clipping"] = options["autoround"]
+            method = {"k-means": "gptvq", "clipping": "learned_clipping"}.get(name, name)
+            apply_reconstruction(sim, batches, method, progress=False, **options.get(name, {}))
     if _ranks(methods):
         correct_errors(sim, model, batches, progress=False)
     if "distilled" in methods:

@@ -388,24 +388,25 @@ def apply_omniquant(
     output_path: str | Path = "./aimet_omniquant_artifact/",
     **options: Any,
 ) -> Any:
-    """Learn block by block how far the ranges of weights are clipped, in place; blocks are found in any network.
+    """Learn block by block the factors and shifts between channels, then how far the ranges of weights are clipped, in place.
 
-    AIMET learns scales between channels too, and writes them to ``output_path``. Here nothing is written, and a warning says so.
+    Blocks are found in any network. AIMET writes the factors to ``output_path``; here they are merged into the model, nothing is
+    written, and a warning says so. A simulation without encodings is calibrated first.
 
     Returns:
-        Our report (AIMET returns nothing).
+        Our report of the clipping (AIMET returns nothing).
 
-    Reference: Shao et al. 2023, arXiv:2308.13137, eq. 2.
+    Reference: Shao et al. 2023, arXiv:2308.13137.
     """
-    differs(
-        "apply_omniquant",
-        "learns the clipping of weights; scales between channels are those of bitwright.torch.smooth_model(model, data=...), "
-        "called before the simulation is made",
-    )
+    differs("apply_omniquant", "merges the learned scales into the model, and writes nothing to output_path")
+    batches = list(_batches(dataloader, forward_fn))
+    if not quant_sim.calibrated:
+        run = None if forward_fn is None else lambda model: [forward_fn(model, batch) for batch in batches]
+        quant_sim.compute_encodings(run or batches)
+    front.learn_scales(quant_sim, batches, iterations=num_iterations, forward_fn=forward_fn)
     return front.apply_reconstruction(
-        quant_sim, _batches(dataloader, forward_fn), "learned_clipping", iterations=num_iterations, forward_fn=forward_fn,
-        **options,
-    )  # fmt: skip
+        quant_sim, batches, "learned_clipping", iterations=num_iterations, forward_fn=forward_fn, **options
+    )
 
 
 class Omniquant:

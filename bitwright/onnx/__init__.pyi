@@ -15,6 +15,7 @@ from bitwright.methods.folding.batch_norm_fold import fold_all_batch_norms as fo
 from bitwright.methods.folding.norm_fold import fold_norms as fold_norms
 from bitwright.methods.rounding.apply import apply_gptq as apply_gptq
 from bitwright.methods.rounding.apply import apply_reconstruction as apply_reconstruction
+from bitwright.methods.rounding.apply import learn_scales as learn_scales
 from bitwright.methods.scaling.awq import awq_model as awq_model
 from bitwright.methods.scaling.equalize import equalize_model as equalize_model
 from bitwright.methods.scaling.rotate import apply_spinquant as apply_spinquant

@@ -121,7 +121,7 @@ def test_layers_that_vectors_cannot_stand_for_are_refused(tmp_path: Path) -> Non
 def test_methods_of_blocks_lower_the_errors_of_three_bits(method: str) -> None:
     sim = simulated(decoder(), 3)
     if method == "omniquant":
-        with pytest.warns(DifferenceWarning, match="scales between channels are those of bitwright.torch.smooth_model"):
+        with pytest.warns(DifferenceWarning, match="merges the learned scales into the model"):
             report = apply_omniquant(sim, [TOKENS], forward, num_iterations=12)
     else:
         report = apply_adascale(sim, [TOKENS], forward, num_iterations=12)

@@ -18,6 +18,7 @@ from bitwright.tables import counted
 
 if TYPE_CHECKING:
     from bitwright.methods.rounding.driver import RoundingReport
+    from bitwright.methods.rounding.scales import LearnedScales
 
 
 @checks_arguments
@@ -127,6 +128,67 @@ def apply_gptq(
 ) -> RoundingReport:
     """:func:`apply_reconstruction` with ``gptq``."""
     return apply_reconstruction(sim, data, "gptq", inputs=inputs, **options)
+
+
+@checks_arguments
+def learn_scales(
+    sim: Any,
+    data: Iterable[Any],
+    *,
+    iterations: int = 100,
+    batch: int = 8,
+    lr: float = 2e-2,
+    shift: bool = True,
+    seed: int = 0,
+    forward_fn: Any = None,
+    progress: bool = True,
+) -> LearnedScales:
+    """Learn factors and shifts of channels through the quantizers of a simulation, block by block (OmniQuant), in place.
+
+    They stand between norms or linear layers and the linear layers that read them, between the values of an attention and its
+    output projection, and between queries and keys where these are quantized, and are merged into the parameters: the model
+    computes the same function, and its quantized blocks come closer to it. Shifts need biases on both sides. The ranges of
+    weights, and of activations that have calibrated ones, are chosen anew. ``apply_reconstruction(sim, data,
+    "learned_clipping")``, or another method, follows.
+
+    Args:
+        sim: of either front end, calibrated; its parameters are changed.
+        data: batches, as ``sim.compute_encodings`` takes them; about 128 samples.
+        iterations: of Adam, per block.
+        batch: samples of an iteration.
+        lr: of the logarithms of the factors.
+        shift: learn shifts too.
+        seed: same seed, same result.
+        forward_fn: ``forward_fn(model, batch)``, when a module is not called as ``model(batch)``; not for ONNX models.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The error of the outputs of every block before and after, and what was left as it is, with the reasons.
+
+    Raises:
+        ConfigError: torch is missing, or an option out of its range; layers that hold codes in place of float weights.
+        CalibrationError: no batch, or the simulation is not calibrated.
+
+    Reference: Shao et al. 2023, arXiv:2308.13137, eqs. 3 to 5.
+    """
+    require_torch("learn_scales")
+    from bitwright.methods.rounding.scales import Settings, learn
+
+    front_end, batches = front_end_of(sim), list(data)
+    _refuse_codes(sim, "learn_scales")
+    report = learn(
+        front_end.correctable(sim),
+        lambda: front_end.steppable(sim, forward_fn),
+        batches,
+        Settings(iterations, batch, lr, shift),
+        seed=seed,
+        progress=lambda units: progress_bar(units, "learn_scales", progress),
+    )
+    sites = [site for site in sim.quantizers.values() if site.enabled and site.role in ("input", "output")]
+    if report.changed and any(not site.spec.dynamic for site in sites):
+        run = None if forward_fn is None else lambda model: [forward_fn(model, batch) for batch in batches]
+        sim.compute_encodings(run or batches, progress=False)
+    return report
 
 
 def require_torch(method: str) -> None:

@@ -337,7 +337,7 @@ def awq(
     layers = Layers(view.graph(), view)
     specs = _weight_specs(layers, rules)
     groups, refused = linear_groups(layers)
-    groups, why_not = _searchable([*groups, *(_value_groups(layers) if check else ())], specs)
+    groups, why_not = _searchable([*groups, *(value_groups(layers) if check else ())], specs)
     if not groups:
         return AwqReport(refused=(*refused, *why_not))  # nothing to measure
     searched = _searched(view, layers, groups, specs, batches, alphas, memory_budget, bar, finished)
@@ -456,7 +456,7 @@ def _weight_specs(layers: Layers, rules: Rules) -> dict[str, QuantSpec]:
     return {site.op: site.spec for site in sites if site.role == "weight" and site.port == 1 and not site.inner}
 
 
-def _value_groups(layers: Layers) -> list[Group]:
+def value_groups(layers: Layers) -> list[Group]:
     """The values of every attention with the layer that reads them, head by head."""
     found = []
     for heads in rotatable_heads(layers):
