@@ -39,7 +39,7 @@ from bitwright.compression.checks import checked_dependencies, masked_outputs
 from bitwright.compression.costs import size_costs
 from bitwright.compression.prune import apply
 from bitwright.methods.front_end import front_end_of
-from bitwright.torch.factors import export_float
+from bitwright.torch.simulation.export import export_float
 from tests.support import data
 from tests.support.cases import vary_norms_and_biases
 

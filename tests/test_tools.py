@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -94,6 +96,24 @@ def test_help_shows_an_example(script, words):
     shown = run(script, "--help")
     assert shown.returncode == 0, shown.stderr
     assert "examples:" in shown.stdout and words in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_scripts_import_what_exists(folder: str) -> None:
+    """Most scripts run by hand only, so that a function that moved would be missed for weeks."""
+    missing = []
+    for file in sorted((FOLDER.parent / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("bitwright", "tests"):
+                module = importlib.import_module(str(node.module))
+                missing += [f"{file}: {node.module}.{a.name}" for a in node.names if not _importable(module, a.name)]
+    assert not missing
+
+
+def _importable(module: Any, name: str) -> bool:
+    is_package = hasattr(module, "__path__")
+    return hasattr(module, name) or is_package and importlib.util.find_spec(f"{module.__name__}.{name}") is not None
 
 
 @pytest.mark.slow
