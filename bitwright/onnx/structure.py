@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Graph, Op, reached
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.qdq.markers import Names, move_uses
@@ -20,6 +20,7 @@ from bitwright.onnx.model.load import Loaded, clone_model, infer_shapes
 from bitwright.onnx.model.session import Providers, is_large, open_session, run_session, weights
 from bitwright.onnx.model.view import OnnxView, measure_shapes
 
+_OF_SHAPES = frozenset(("Shape", "Size"))
 #: attributes that say how wide a layer is, beside the shapes of its parameters
 _WIDTHS = {"LSTM": "hidden_size", "GRU": "hidden_size", "RNN": "hidden_size"}
 
@@ -47,6 +48,7 @@ class OnnxStructure(Structured):
         _untie(self.model)
         self._read: GraphView | None = None
         self._computed: dict[str, Array] = {}  # constants that the model computes
+        self._bounds: dict[str, Array] | None = None  # bounds of slices that it computes from shapes
         self.steps: list[dict[str, Any]] = []
         self._specs = input_specs(self.model)
         self._narrowings: list[dict[str, tuple[Array | None, ...]]] = []  # of each cut: input -> what stays of its axes
@@ -108,7 +110,7 @@ class OnnxStructure(Structured):
 
     def refresh(self) -> None:
         """Forget the graph."""
-        self._read = None
+        self._read, self._bounds = None, None
         self._computed.clear()
 
     def _initializer(self, name: str) -> ir.Value:
@@ -134,7 +136,7 @@ class OnnxStructure(Structured):
         feeds = as_feeds(self.narrowed(batch), input_specs(self.model))
         return [np.asarray(a) for a in run_session(open_session(self.model, self.providers), feeds, "batch")]
 
-    def _constant(self, op: Op, port: int) -> Array | None:
+    def constant(self, op: Op, port: int) -> Array | None:
         """The array of a constant input; ``None`` where it is computed or missing."""
         self.graph()
         assert self._read is not None
@@ -147,6 +149,35 @@ class OnnxStructure(Structured):
             assert found is not None
             self._computed[name] = found
         return self._computed[name] if value.const_value is None else value.const_value.numpy()
+
+    def bound(self, op: Op, port: int) -> Array | None:
+        """The start or end of a Slice: a constant, or what the model computes from shapes, as ``chunk`` is exported.
+
+        ``None`` where it depends on the numbers of the input.
+        """
+        found, name = self.constant(op, port), op.inputs[port] if port < len(op.inputs) else None
+        if found is not None or name is None:
+            return found
+        if self._bounds is None:
+            self._bounds = self._computed_bounds()
+        return self._bounds.get(name)
+
+    def _computed_bounds(self) -> dict[str, Array]:
+        """Starts and ends of slices that are computed from shapes, in a run of the example."""
+        given = dict.fromkeys(v for op in self.graph().ops if op.type == "Slice" for v in op.inputs[1:3])
+        names = [v for v in given if v is not None and self._of_shapes(v)]
+        captured = next(iter(self.view().capture(names, [self._example]))) if names else {}
+        return {name: np.asarray(arrays[0]) for name, arrays in captured.items() if len(arrays) == 1}
+
+    def _of_shapes(self, value: str) -> bool:
+        """Whether a value is computed from constants and shapes alone."""
+        graph = self.graph()
+
+        def sources(name: str) -> list[str]:
+            op = graph.producer(name)
+            return [] if op is None or op.type in _OF_SHAPES else [source for _, source in op.sources()]
+
+        return reached([value], sources).isdisjoint(graph.inputs)
 
     def moved(self, op: Op, elements: Sequence[Array | None]) -> list[Array] | None:
         """By the rules of each operator; ``None`` where a position is computed."""
@@ -164,7 +195,7 @@ class OnnxStructure(Structured):
         """The kept axes, from the attribute or the constant input ``axes``."""
         graph = self.graph()
         rank, result = len(graph.values[str(op.inputs[0])].shape), len(graph.values[op.outputs[0]].shape)
-        given = self._constant(op, 1)
+        given = self.constant(op, 1)
         axes = op.attrs.get("axes", None if given is None else given.tolist())
         return kept_axes(rank, result, {int(a) % rank for a in axes} if axes else set(range(rank)))
 
@@ -306,11 +337,11 @@ def _slices(s: OnnxStructure, op: Op, rank: int) -> dict[int, tuple[int, int, in
         starts, ends = list(op.attrs["starts"]), list(op.attrs["ends"])
         axes, steps = list(op.attrs.get("axes", range(len(starts)))), [1] * len(starts)
     else:
-        first, last = s._constant(op, 1), s._constant(op, 2)
+        first, last = s.bound(op, 1), s.bound(op, 2)
         if first is None or last is None:
             return None
         starts, ends = first.tolist(), last.tolist()
-        given, by = s._constant(op, 3), s._constant(op, 4)
+        given, by = s.constant(op, 3), s.constant(op, 4)
         axes = list(range(len(starts))) if given is None else given.tolist()
         steps = [1] * len(starts) if by is None else by.tolist()
     return {a % rank: (b, e, n) for a, b, e, n in zip(axes, starts, ends, steps, strict=True)}
@@ -339,7 +370,7 @@ def _split(s: OnnxStructure, op: Op, x: Array, shapes: Any) -> list[Array]:
 
 
 def _gather(s: OnnxStructure, op: Op, x: Array, shapes: Any) -> list[Array] | None:
-    indices, axis = s._constant(op, 1), op.attrs.get("axis", 0)
+    indices, axis = s.constant(op, 1), op.attrs.get("axis", 0)
     if indices is None:
         return None
     return [x.take(indices, axis)]
@@ -357,11 +388,11 @@ def _pads(s: OnnxStructure, op: Op, rank: int) -> list[int] | None:
     """Numbers of padded positions before and after every axis, the former first."""
     pads = op.attrs.get("pads", op.attrs.get("paddings"))
     if pads is None:
-        given = s._constant(op, 1)
+        given = s.constant(op, 1)
         if given is None:
             return None
         pads = given.tolist()
-    axes = s._constant(op, 3)
+    axes = s.constant(op, 3)
     if axes is None:
         return list(pads)
     whole = [0] * (2 * rank)
@@ -484,13 +515,14 @@ def _repair_slice(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names)
     found = _slices(s, op, len(shape))
     if found is None or not any(a is not None and i in found for i, a in enumerate(axes)):
         return
+    computed = "starts" not in op.attrs and any(s.constant(op, port) is None for port in (1, 2))
+    if computed and any(axes[i] is None for i in found):
+        return  # the lengths of the other axes may vary; whether what is computed still fits is checked afterwards
     starts, ends = [], []
     for axis, (start, end, step) in found.items():
         positions = axes[axis]
         if positions is not None and step == 1:
-            n = shape[axis]
-            low, high = (min(max(k + n if k < 0 else k, 0), n) for k in (start, end))
-            start, end = int((positions < low).sum()), int((positions < high).sum())
+            start, end = (int((positions < k).sum()) for k in slice(start, end).indices(shape[axis])[:2])
         starts.append(start)
         ends.append(end)
     if "starts" in op.attrs:
@@ -504,7 +536,7 @@ def _repair_slice(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names)
 
 def _repair_gather(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names) -> None:
     """Renumber constant indices on an axis that was cut, without those of removed positions."""
-    axes, indices = kept.axes(op.inputs[0]), s._constant(op, 1)
+    axes, indices = kept.axes(op.inputs[0]), s.constant(op, 1)
     if not axes or indices is None:
         return
     axis = op.attrs.get("axis", 0) % len(axes)

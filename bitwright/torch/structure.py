@@ -456,9 +456,22 @@ class TorchStructure(Structured):
         held = {name for name, _, _ in self._made_widths(kept)}
         fixed = sorted(name for name in self._made_with.keys() - held if kept.axes(name))
         if not fixed:
-            return ""
+            return self._fixed_pieces(kept)
         shape = self.graph().values[fixed[0]].shape
         return f"; {fixed[0]} of the shape {shape} has a width that stands in the code, in place of an attribute of a module"
+
+    def _fixed_pieces(self, kept: Kept) -> str:
+        """Report a split of cut positions into pieces of given lengths."""
+        given = (
+            op.name
+            for op in self.graph().ops
+            if op.type == "Split" and getattr(self._calls[op.name].func, "__name__", "").startswith("split")
+            if any(kept.axes(value) for value in op.outputs)
+        )
+        name = next(given, None)
+        return (
+            "" if name is None else f"; {name} is given the lengths of its pieces: use chunk, or take them from a shape"
+        )
 
     def _width(self, op: Op, use: _Use, kept: Kept) -> int | None:
         """New value of a held integer after the cut; ``None`` if the call does not use it as a width."""

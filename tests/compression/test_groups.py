@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,36 @@ def test_removing_zeros_changes_nothing(name: str, form: str, tmp_path: Path) ->
     assert all(structure.param(p).size < size for p, size in before.items())
 
 
+class Halves(nn.Module):
+    """The larger of two halves (maxout) behind a gate of two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gated, self.out = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(8, 12, 1), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.stem(x).chunk(2, 1)
+        x, gate = self.gated(torch.maximum(a, b)).chunk(2, 1)
+        return self.out(x * gate.sigmoid())
+
+
+def test_halves_whose_bounds_a_file_computes_lose_the_same_positions(tmp_path: Path) -> None:
+    """An export with a batch of any length computes the bounds of ``chunk`` from the shape of its input."""
+    torch.manual_seed(0)
+    file = str(tmp_path / "m.onnx")
+    axes = {"x": {0: "n"}}
+    torch.onnx.export(Halves().eval(), (X,), file, dynamo=False, input_names=["x"], dynamic_axes=axes)
+    structure = front_end_of(file).structured(file, X.numpy(), None)
+    assert any(op.type == "Slice" and structure.constant(op, 2) is None for op in structure.graph().ops)
+    found = checked_dependencies(structure, X.numpy())
+    assert sorted(g.units for g in found.groups) == [6, 8] and [r.name for r in found.refused] == ["/out/Conv"]
+    removed = {g.name: np.arange(0, g.units, 3) for g in found.groups}
+    masked = masked_outputs(structure, found.groups, removed, X.numpy())
+    apply(structure, found, removed, X.numpy())
+    for batch in (X, X[:1], torch.cat([X, X])):
+        np.testing.assert_allclose(structure.outputs(batch.numpy())[0][0], masked[0][0], atol=1e-5)
+
+
 def test_key_and_value_heads_go_with_their_query_heads(tmp_path: Path) -> None:
     structure, x, _ = opened("attention", "torch", tmp_path)
     group = checked_dependencies(structure, x).group("qkv")
@@ -276,6 +307,20 @@ def test_reasons(tmp_path: Path) -> None:
     assert checked_dependencies(front_end_of(model).structured(model, T, None), T, averaged=True).group(
         "b"
     ).averaged == ("norm",)
+
+
+def test_a_split_by_a_number_in_the_code_is_named() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.out = nn.Linear(8, 12), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = self.a(x).split(6, -1)
+            return self.out(a * b.sigmoid())
+
+    (reason, _) = (r.reason for r in checked_dependencies(front_end_of(Gate()).structured(Gate(), T, None), T).refused)
+    assert re.search(r"the model fails after the cut: .*; split is given the lengths of its pieces: use chunk", reason)
 
 
 def test_pieces_whose_length_is_one_attribute_lose_the_same_positions() -> None:
