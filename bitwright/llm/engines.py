@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ConfigError, ModelError, close_matches
 from bitwright.llm.files.gguf_blocks import Reader
 from bitwright.llm.files.table import FILE_FORMATS, kind_of
 from bitwright.llm.likelihood import check_positions
@@ -76,18 +76,38 @@ class Transformers:
 
 
 class GenAI:
-    """A folder in ONNX Runtime GenAI."""
+    """A folder in ONNX Runtime GenAI, with the adapters that lie in it.
+
+    Attributes:
+        adapters: names of the files ``<adapter>.onnx_adapter``.
+        adapter: the one that is active, of :attr:`adapters`; with ``None`` the file's own.
+    """
 
     name = "onnxruntime-genai"
 
     def __init__(self, folder: Path) -> None:
         self._package = _needed("onnxruntime_genai", "genai")
         self._model = self._package.Model(str(folder))
+        files = sorted(folder.glob("*.onnx_adapter"))
+        self.adapters = tuple(path.stem for path in files)
+        self.adapter: str | None = None
+        self._held: Any = None
+        if files:
+            self._held = self._package.Adapters(self._model)
+            for path in files:
+                self._held.load(str(path), path.stem)
 
     def _generator(self, length: int) -> Any:
         params = self._package.GeneratorParams(self._model)
         params.set_search_options(max_length=length, do_sample=False)
-        return self._package.Generator(self._model, params)
+        generator = self._package.Generator(self._model, params)
+        if self.adapter is not None:
+            if self.adapter not in self.adapters:
+                near = close_matches(self.adapter, self.adapters)
+                known = ", ".join(self.adapters) or "none: bitwright.torch.export_adapters writes them"
+                raise ConfigError("adapter", f"the folder has no adapter {self.adapter!r}{near}", f"use one of {known}")
+            generator.set_active_adapter(self._held, self.adapter)
+        return generator
 
     def logits(self, tokens: Tensor) -> Tensor:
         """See :class:`Engine`; the engine hands out the logits of the last token, so that tokens go in one by one."""

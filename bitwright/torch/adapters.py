@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -335,12 +336,14 @@ def export_adapters(
     The factors of the adapter that was active when ``model`` was written become inputs ``<layer>.lora_A`` and
     ``<layer>.lora_B`` with a free rank, whose defaults are these factors. Adapter files are those of ONNX Runtime
     (``RunOptions.add_active_adapter``); a scale ``alpha / r`` unlike that of the defaults is multiplied into ``lora_B``. An
-    adapter that leaves a layer alone has zeros for it.
+    adapter that leaves a layer alone has zeros for it. Configuration and tokenizer beside a file of
+    ``bitwright.llm.export_decoder`` are copied, so that onnxruntime-genai opens ``out`` and ``onnxruntime_genai.Adapters``
+    reads the adapters.
 
     Args:
         sim: whose adapters are written.
-        model: path of the file that ``sim.export`` wrote.
-        out: folder of ``model.onnx`` and ``<adapter>.onnx_adapter``; created if missing.
+        model: path of the file that ``sim.export`` or ``export_decoder`` wrote.
+        out: another folder, of ``model.onnx`` and ``<adapter>.onnx_adapter``; created if missing.
 
     Returns:
         Name of an adapter -> its file.
@@ -352,6 +355,11 @@ def export_adapters(
     import onnx_ir as ir
 
     layers = _required_layers(sim, "export_adapters")
+    folder, source = Path(out), Path(model)
+    if folder.resolve() == source.parent.resolve():
+        raise ConfigError(
+            "out", f"{folder} is the folder of the model, whose file would be lost", "name another folder"
+        )
     in_file = _only_active(layers)
     loaded = ir.load(model)
     stored = _by_numbers(loaded.graph)
@@ -361,11 +369,23 @@ def export_adapters(
             key = f"{name}.{part}"
             value, turned[key] = _stored_factor(stored, key, weight)
             _open(loaded.graph, value, key, rank_axis=int(turned[key] == (part == "lora_A")))
-    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    ir.save(loaded, folder / "model.onnx")
+    apart = any(isinstance(value.const_value, ir.ExternalTensor) for value in loaded.graph.initializers.values())
+    ir.save(loaded, folder / "model.onnx", external_data="model.onnx.data" if apart else None)
+    if (source.parent / "genai_config.json").is_file():
+        _copy_settings(source, folder)
     names = dict.fromkeys(each for layer in layers.values() for each in layer.lora_A)
     return {each: _write_adapter(folder, each, layers, in_file, turned) for each in names}
+
+
+def _copy_settings(model: Path, folder: Path) -> None:
+    """Copy the configurations and tokenizer files beside a decoder, without what describes the file itself."""
+    for path in model.parent.iterdir():
+        if path.suffix in (".json", ".model", ".jinja", ".txt") and not path.name.startswith(f"{model.stem}_"):
+            shutil.copyfile(path, folder / path.name)
+    settings = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))
+    settings["model"]["decoder"]["filename"] = "model.onnx"
+    (folder / "genai_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
 def _only_active(layers: Mapping[str, Any]) -> dict[str, str]:
