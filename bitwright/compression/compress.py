@@ -32,7 +32,7 @@ from bitwright.compression.groups import Refusal
 from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, measure_share, prune
 from bitwright.compression.ratios import Chosen
 from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norms, reconstruct
-from bitwright.compression.widths import few_batches, output_noise
+from bitwright.compression.widths import few_batches, noise_exceeds_variation, output_noise
 from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.export.files.atomic import write_json
@@ -72,6 +72,7 @@ class Compressed(Detailed):
             numbers of its configuration describe it. Its ``save_pretrained`` refuses then, but for checkpoints of a ``Trainer``;
             :meth:`save` writes any model. Empty where ``save_pretrained`` writes what ``from_pretrained`` loads.
         missed: the target of measured milliseconds that was not met, and what was; empty where all were.
+        noise_exceeds_variation: whether the noise of an output is larger than what differs between samples.
     """
 
     _rows = "rows"
@@ -93,6 +94,7 @@ class Compressed(Detailed):
     rules: Mapping[str, Any] = field(default_factory=dict, repr=False)
     not_in_config: str = ""
     missed: str = ""
+    noise_exceeds_variation: bool = False
 
     @property
     def summary(self) -> str:
@@ -109,6 +111,8 @@ class Compressed(Detailed):
                 metric += f" ({self.metrics['pruned']:.4g} without reconstruction)"
         outputs = "" if self.sqnr is None else f"; outputs {self.sqnr:.1f} dB before training"
         missed = f"MISSED, {self.missed}; " if self.missed else slower(self.before, self.after)
+        if self.noise_exceeds_variation:
+            missed += "UNCERTAIN, the noise of an output is larger than what differs between samples; "
         return f"{missed}{parts_left(self.before, self.after)}{outputs}{metric}"
 
     def table(self) -> Table:
@@ -401,6 +405,7 @@ class _Job:
             measured("compressed")
         with report.rounded():
             noise = output_noise(structure, judged, wanted)
+            exceeds = noise_exceeds_variation(structure, judged, wanted)
         model = structure.finished()
         costs = self._costs(structure, model, {"before": before, "after": after}, timed)
         if self.in_place:
@@ -422,6 +427,7 @@ class _Job:
             bits=report.bits,
             rules=report.rules,
             not_in_config=structure.not_in_config,
+            noise_exceeds_variation=exceeds,
         )
 
 

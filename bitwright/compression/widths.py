@@ -14,7 +14,9 @@ from bitwright.compression.importance import channel_axis
 from bitwright.compression.ratios import Option, Part, Space
 from bitwright.compression.reconstruct import Original, estimate_batch_norms, reconstruct
 from bitwright.core.graph.graph import Graph, reached
+from bitwright.core.simulation.calibration import samples_in
 from bitwright.core.simulation.float_model import Array, Undo
+from bitwright.core.simulation.output_quality import noise_and_signal, quality, varying_share
 from bitwright.export.files.manifest import fingerprint
 from bitwright.methods.bias_correction import first_samples
 from bitwright.methods.front_end import Blocks, Kept, Structured
@@ -84,6 +86,20 @@ def output_noise(
                 signal = float(np.square(y0, dtype=np.float64).sum())
                 found.append(float(np.square(y.astype(np.float64) - y0).sum()) / max(signal, 1e-300))
     return float(np.mean(found)) if found else None
+
+
+def noise_exceeds_variation(
+    structure: Structured | Blocks, batches: Sequence[Any], wanted: Sequence[Sequence[Array]]
+) -> bool:
+    """Whether the noise of an output is larger than what differs in it between samples."""
+    counts = [samples_in(batch) for batch in batches]
+    for own, made in zip(zip(*wanted, strict=True), zip(*map(structure.outputs, batches), strict=True), strict=True):
+        if all(y0.dtype.kind == "f" and y.shape == y0.shape for y0, y in zip(own, made, strict=True)):
+            noise, signal = zip(*(noise_and_signal(y0, y) for y0, y in zip(own, made, strict=True)), strict=True)
+            part = quality("output", noise, signal, varying_share(own, counts))
+            if part is not None and (part.noise_of_varying or 0.0) > 1:
+                return True
+    return False
 
 
 class Units(Protocol):

@@ -29,6 +29,7 @@ from bitwright.core.simulation.output_quality import (
     parts_of,
     places_of,
     quality,
+    varying_share,
 )
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import CalibrationError
@@ -172,6 +173,14 @@ class Judge:
         names += [f"output[{i}]" if count > 1 else "output" for i in range(len(names), count)]
         return parts_of(self.wanted, [*names, *self.instead])
 
+    @cached_property
+    def _varying(self) -> list[float | None]:
+        """Share of each of :attr:`parts` that differs between samples."""
+        counts = [samples_in(batch) for batch in self.batches]
+        return [
+            varying_share([part.of(outputs[part.output]) for outputs in self.wanted], counts) for part in self.parts
+        ]
+
     def look_at_layers(self, sim: Any) -> None:
         """Find layers to compare where a model chooses rows (TopK, suppression) by scores.
 
@@ -197,8 +206,8 @@ class Judge:
             self.instead, self._chosen, self._layers = layers, frozenset(chosen), found
         else:
             self.rows, self._indices, self._orders = rows, indices, [one for (one,) in found]
-        self.__dict__.pop("wanted", None)
-        self.__dict__.pop("parts", None)
+        for known in ("wanted", "parts", "_varying"):
+            self.__dict__.pop(known, None)
 
     @property
     def looks_at_more(self) -> bool:
@@ -243,7 +252,7 @@ class Judge:
     def rate(self, outputs: Outputs) -> Rating:
         """Rate every part of ``outputs``, with confidence intervals."""
         sums = self._sums(outputs)
-        found = (quality(self.parts[i].name, n, s) for i, (n, s) in sums.items())
+        found = (quality(self.parts[i].name, n, s, self._varying[i]) for i, (n, s) in sums.items())
         too_few = self.seen and not self.whence
         return Rating(tuple(part for part in found if part is not None), self.where, self.seen, too_few)
 

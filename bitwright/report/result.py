@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bitwright.core.simulation.output_quality import gain
+from bitwright.core.simulation.output_quality import PartQuality, gain
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.export.targets import find_target
@@ -44,6 +44,23 @@ def _tracker(logger: Any) -> tuple[Callable[..., Any], Callable[..., Any], Calla
         )
     problem = f"{type(logger).__name__} has neither add_scalar nor log_metric"
     raise ConfigError("result.log", problem, "give a SummaryWriter of TensorBoard, or the module mlflow")
+
+
+_LITTLE = 0.01  # share of an output that differs between samples, below which the noise is compared with it too
+_NO_SHARE = -200.0  # dB, below which the noise in per cent of the output says nothing
+
+
+def _output(name: str) -> str:
+    return name if name.startswith("output") else f"output {name}"
+
+
+def _part(share: float) -> str:
+    """How much noise is of something: in per cent below all of it, else how many times as much.
+
+    >>> _part(0.013), _part(4.64)
+    ('1.3 % of', '4.6 times')
+    """
+    return f"{100 * share:.2g} % of" if share < 1 else f"{share:.2g} times"
 
 
 _HARMLESS = ("passes_on", "dead_channels")
@@ -104,13 +121,13 @@ class Reported(Tabular):
         if worst is None:
             figure = "the outputs hold no numbers to compare with float"
         else:
-            which = f"worst of {parts} outputs: " if parts > 1 else "" if worst.name.startswith("output") else "output "
-            figure = f"{which}{worst}{self._meaning(worst.sqnr)}, {self.quality.where}"
+            which = f"worst of {parts} outputs: {worst.name}" if parts > 1 else _output(worst.name)
+            figure = f"{which} {worst.figure}{self._meaning(worst)}, {self.quality.where}"
         wrong = [f"{step}, which the recipe names, changed nothing" for step in self.asked]
         if self.poor:
             wrong.append(f"POOR, below {self.poor_below:g} dB")
         elif worst is not None and (why := self._uncertain(worst)):
-            wrong.append(f"UNCERTAIN, {why}: more held-out samples would tell")
+            wrong.append(f"UNCERTAIN, {why}")
         wrong += [self.tried] if self.tried else []
         return "; ".join([*wrong, *self._worse_files, figure])
 
@@ -125,8 +142,16 @@ class Reported(Tabular):
             found.append(f"the file is SLOWER than the float file on this machine, {speed}")
         return found
 
-    def _uncertain(self, worst: Any) -> str:
+    def _uncertain(self, worst: PartQuality) -> str:
         """Why other data may be poor though the samples that judge are not; empty where their interval says that they are not."""
+        noisiest = max(self.quality.parts, key=lambda part: part.noise_of_varying or 0.0)
+        if (noisiest.noise_of_varying or 0.0) > 1:
+            return f"the noise of {_output(noisiest.name)} is larger than what differs between samples"
+        few = self._few_samples(worst)
+        return f"{few}: more held-out samples would tell" if few else ""
+
+    def _few_samples(self, worst: PartQuality) -> str:
+        """Why the samples that judge are too few; empty where they are not."""
         if math.isinf(worst.sqnr):
             return ""
         if worst.low is None:
@@ -135,7 +160,7 @@ class Reported(Tabular):
             return "calibration saw the samples that judge, and others may be worse"
         if worst.low < self.poor_below:
             return f"the interval reaches below {self.poor_below:g} dB"
-        few = worst.few and worst.another < self.poor_below
+        few = worst.few and (worst.another or -math.inf) < self.poor_below
         return f"{worst.units} samples judge, and another one may be below {self.poor_below:g} dB" if few else ""
 
     @property
@@ -150,12 +175,20 @@ class Reported(Tabular):
             for file in models
         ]
 
-    def _meaning(self, sqnr: float) -> str:
-        """Rate an SQNR in a word, unless the headline already says POOR, and give the noise as a share of the output."""
+    def _meaning(self, worst: PartQuality) -> str:
+        """Rate an SQNR in a word, unless the headline already says POOR, and give the noise as a share of the output.
+
+        Where little of the output differs between samples, the noise is also given as a share of that.
+        """
+        sqnr, varying = worst.sqnr, worst.varying
         if math.isinf(sqnr):
             return ""
         word = "" if self.poor else f", {level(sqnr)}"
-        return f"{word}, noise {100 * 10 ** (-sqnr / 20):.2g} % of it" if sqnr > -200 else word
+        if sqnr <= _NO_SHARE:
+            return word
+        share = worst.noise_of_varying if varying is not None and 0 < varying < _LITTLE else None
+        of_varying = "" if share is None else f" and {_part(share)} what differs between samples"
+        return f"{word}, noise {_part(10 ** (-sqnr / 20))} it{of_varying}"
 
     @property
     def advice(self) -> str:

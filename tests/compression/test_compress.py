@@ -268,6 +268,19 @@ def test_what_became_slower_says_so_first(
     assert "ms" not in svd_model(work, data, macs=0.99, milliseconds=False, progress=False).after
 
 
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_noise_that_hides_what_differs_between_samples_is_said(offset: float) -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)
+    model = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        layers[-1].bias += offset
+    options = {"widths": 1, "cap": 0.95, "reconstruction": False, "progress": False}
+    result = bitwright.compress(model, [torch.randn(64, 8)], {"macs": 0.05}, **options)
+    said = "UNCERTAIN, the noise of an output is larger than what differs between samples; "
+    assert result.headline.startswith(said) and (result.sqnr > 40) is (offset > 0)
+
+
 def test_bytes_are_met_and_the_nearest_that_can_be_is_named(net: Net) -> None:
     """A bound in bytes is met together with others, for one sample whatever the batch; what the message names can be met."""
 

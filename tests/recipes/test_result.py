@@ -17,7 +17,7 @@ from torch import nn
 import bitwright
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
-from bitwright.core.simulation.output_quality import Gain, PartQuality, parts_of, quality
+from bitwright.core.simulation.output_quality import Gain, PartQuality, parts_of, quality, varying_share
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.recipes import attempt
 from bitwright.recipes.judge import Rating
@@ -133,6 +133,34 @@ def test_an_interval_that_reaches_below_the_limit_is_said_first(front_end):
     unsure = replace(sure, poor_below=(low + sqnr) / 2)
     assert not sure.headline.startswith("UNCERTAIN") and not unsure.poor
     assert unsure.headline.startswith(f"UNCERTAIN, the interval reaches below {unsure.poor_below:g} dB")
+
+
+@both
+@pytest.mark.parametrize("offset", [0.0, 10.0, 300.0])
+def test_noise_that_hides_what_differs_between_samples_is_said(front_end, offset):
+    """A grid of 8 bits that holds zero and a temperature of 300 K has steps of 1.2: what differs is lost at 60 dB."""
+    model = made(Plain)
+    with torch.no_grad():
+        model[-1].bias += offset
+    result = quantized(front_end, model, data(10), recipe=["fold"])
+    said = result.headline
+    worst = result.quality.worst
+    assert worst.sqnr > 30
+    assert ("what differs between samples" in said) is (offset > 0)
+    assert ("UNCERTAIN, the noise of output" in said) is (offset == 300.0)
+    if offset:
+        expected = torch.cat([model(x) for x in data(10)]).detach().double()
+        assert worst.varying == pytest.approx(float(expected.var(0).sum() / expected.square().mean(0).sum()), rel=0.5)
+
+
+def test_the_share_of_an_output_that_differs_between_samples():
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(4000, 3, 5))
+    assert varying_share([noise[:1000], noise[1000:]], [1000, 3000]) == pytest.approx(1.0, abs=2e-3)
+    assert varying_share([noise + 3], [4000]) == pytest.approx(0.1, abs=2e-3)
+    assert varying_share([np.ones((4, 2))], [4]) == 0.0
+    assert varying_share([noise[:1]], [1]) is varying_share([noise[:2], noise[:2, :2]], [2, 2]) is None
+    assert varying_share([np.float32(3.0)[None]], [4]) is None  # one number for all samples
 
 
 @both

@@ -125,6 +125,31 @@ def noise_and_signal(wanted: Array, found: Array, samples: int = 1) -> tuple[Arr
     )
 
 
+def varying_share(arrays: Sequence[Array], samples: Sequence[int]) -> float | None:
+    """Share of the sum of squares of an output that differs between samples: its variance per element, over its mean square.
+
+    What is the same for all samples, such as the offset of a regression or the anchors of a detector, tells nothing of them.
+
+    Args:
+        arrays: the output for each batch, with samples on the first axis.
+        samples: in each batch.
+
+    Returns:
+        The unbiased estimate; ``None`` for fewer than two samples, or where shapes differ or the first axis is not theirs.
+
+    >>> round(varying_share([np.array([[99.0], [101.0]])], [2]), 5)
+    0.0002
+    """
+    rows = [a for a, n in zip(arrays, samples, strict=True) if a.ndim and len(a) == n]
+    count = sum(map(len, rows))
+    if count < 2 or len(rows) < len(arrays) or len({a.shape[1:] for a in rows}) > 1:
+        return None
+    y = np.concatenate(rows).reshape(count, -1).astype(np.float64)
+    y = np.where(np.isfinite(y), y, 0.0)
+    signal = np.square(y).sum()
+    return float(np.square(y - y.mean(0)).sum() / signal * count / (count - 1)) if signal else None
+
+
 def parts_of(batches: Sequence[Sequence[Array]], names: Sequence[str] = ()) -> list[OutputPart]:
     """Divide the outputs of a model into parts that are rated separately.
 
@@ -226,6 +251,7 @@ class PartQuality:
         worst: of the batch, or of few batches the sample, with the lowest, in dB.
         units: how many batches, or of few batches samples, the interval is taken over.
         noise: sum of squares of the error of each of them.
+        varying: share of the signal that differs between samples; ``None`` where it is not known (:func:`varying_share`).
     """
 
     name: str
@@ -235,9 +261,17 @@ class PartQuality:
     worst: float
     units: int
     noise: tuple[float, ...] = field(default=(), repr=False)
+    varying: float | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.figure}"
+
+    @property
+    def noise_of_varying(self) -> float | None:
+        """Amplitude of the noise over that of what differs between samples; ``None`` where the latter is not known."""
+        if self.varying is None or math.isinf(self.sqnr):
+            return None
+        return math.inf if self.varying == 0 else 10 ** (-self.sqnr / 20) / math.sqrt(self.varying)
 
     @property
     def few(self) -> bool:
@@ -262,8 +296,10 @@ class PartQuality:
         return f"{self.sqnr:.1f} dB (95 % interval {self.low:.1f} to {self.high:.1f})"
 
 
-def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQuality | None:
-    """Quality of a part from its sums of squares per sample and batch; ``None`` without signal.
+def quality(
+    name: str, noise: Sequence[Array], signal: Sequence[Array], varying: float | None = None
+) -> PartQuality | None:
+    """Quality of a part from its sums of squares per sample and batch, and its varying share; ``None`` without signal.
 
     The interval is that of a ratio of two sums, on the scale of its logarithm (Cochran 1977, Sampling Techniques, 6.19) with
     Student's t, so that it is wide for few batches. Batches are what varies: samples of one batch may be of one recording.
@@ -283,9 +319,9 @@ def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQ
     ratio = float(n.sum() / s.sum())
     total, each = float(_decibel(np.asarray(ratio))), tuple(n.tolist())
     if count < 2 or not 0 < ratio < math.inf:
-        return PartQuality(name, total, None, None, worst, count, each)
+        return PartQuality(name, total, None, None, worst, count, each, varying)
     half = _half_width((n - ratio * s) / n.mean())
-    return PartQuality(name, total, total - half, total + half, worst, count, each)
+    return PartQuality(name, total, total - half, total + half, worst, count, each, varying)
 
 
 _SURE = 0.5  # share of half an interval that a gain has at least: one standard error of the paired difference
