@@ -8,7 +8,6 @@ exports are equal files.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -291,6 +290,7 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def installed_versions() -> dict[str, str]:
     """Versions of Bitwright, Python and the packages that an export uses, by name."""
+    import importlib.metadata  # brings the parser of e-mail, which readers of a file do not need
 
     found = {"bitwright": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
