@@ -43,6 +43,7 @@ ROWS = {
     "equalize: values": ("methods.scaling.equalize.measured_extremes", "methods.scaling.equalize.measured_moments"),
     "equalize: factors": ("methods.scaling.equalize._factors",),
     "equalize: rest": ("recipes.attempt.Attempt.equalize",),
+    "smooth": ("methods.scaling.smooth.smooth_model",),
     "widen: derivatives": ("recipes.widen.output_errors",),
     "widen: choice": ("recipes.attempt.Attempt.widen",),
     "gptq: both streams": (

@@ -32,13 +32,14 @@ from bitwright.methods.rounding.apply import apply_reconstruction, require_torch
 from bitwright.methods.runtime_repairs import StemReport, leave_stem_in_float
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.recipes.default_recipe import RecipeLike, as_recipe, find_effort
-from bitwright.recipes.judge import Judge, Rating, in_float, some_and_others
+from bitwright.recipes.judge import Judge, Rating, batches_in, in_float, some_and_others
 from bitwright.recipes.recipe import ROUNDING, OnHarm, RecipeReport, Runner, Step, integer_bits, metric_of, run_recipe
 
 logger = logging.getLogger("bitwright")
 _EXAMPLE = 5  # samples that show the calls of a float model, and whether a step changed what it computes
 _PART = 8  # samples of which a method holds values at once
-_TRIAL = 64  # samples that calibrate simulations which are compared with each other
+#: samples that calibrate simulations which are compared with each other: half of the data, between these bounds
+_FEW, _TRIAL = 16, 32
 _SHOWN = 3  # kinds of operators, or reasons, that an error names
 
 
@@ -142,7 +143,9 @@ class Job:
         """
         if self.non_finite != "error":  # which batches are left out is known after all of them
             return (), ()
-        return some_and_others(self.chosen, -(-_TRIAL // max(samples_in(self.first), 1)))
+        rows, count = max(samples_in(self.first), 1), batches_in(self.chosen)
+        wanted = min(_TRIAL, max(_FEW, rows * count // 2))
+        return some_and_others(self.chosen, -(-wanted // rows))
 
     def divide(self, held_out: Iterable[Any] | None, steps: Sequence[Step]) -> None:
         """Split the data into those for calibration and methods, and those that rate the result."""
@@ -435,6 +438,7 @@ class Attempt(Runner):
         self.changed = bool(getattr(report, "changed", True))
         if self.changed:
             self._known = None
+        self.expected = float(getattr(report, "gain", 0.0)) if not step.kind.fitted else 0.0
         self.details = report.details() if isinstance(report, Detailed) else None
         if target is self.model and self.changed:
             self._state = replace(self._state, altered=self._state.altered or step.name != "fold")

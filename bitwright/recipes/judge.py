@@ -96,7 +96,7 @@ class Judge:
         Returns:
             The judge, and the data without what it holds.
         """
-        count = _count(data)
+        count = batches_in(data)
         held_out = _held_out(count, data)
         kept = count - held_out
         places = _spread(kept, count, most)
@@ -392,7 +392,7 @@ class _Part:
 
 def some_and_others(data: Iterable[Any], most: int) -> tuple[Sequence[Any], Sequence[Any] | None]:
     """``most`` batches spread over ``data``, and the others; both empty for fewer batches or data not in memory."""
-    count = _count(data)
+    count = batches_in(data)
     if count <= most:
         return (), ()
     held = data.held if isinstance(data, _Part) else data if isinstance(data, (list, tuple)) else None
@@ -403,7 +403,7 @@ def some_and_others(data: Iterable[Any], most: int) -> tuple[Sequence[Any], Sequ
     return some, others
 
 
-def _count(data: Iterable[Any]) -> int:
+def batches_in(data: Iterable[Any]) -> int:
     """The number of batches."""
     try:
         return len(data)  # type: ignore[arg-type]

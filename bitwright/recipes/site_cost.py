@@ -31,6 +31,7 @@ from bitwright.methods.rounding.program import Program, SimulatedModel, State, S
 _SAMPLES = 32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
 
 
+_MEASURED = 4  # a part of the rows of which :attr:`OutputErrors.measured` is taken: it is one number for all quantizers
 _PART = 64 * 2**20  # bytes of results from which on a new part begins
 _SLICE = 48 * 2**20  # bytes of results from which on a batch is divided
 
@@ -45,7 +46,8 @@ class OutputErrors:
         activations: site -> the noise that its quantizer makes.
         weights: site of a weight -> the noise that its quantizer makes.
         constants: site of another constant (a table of rotary angles, a scale) -> the same; not part of :attr:`total`.
-        measured: the noise that all quantizers together made; far more than :attr:`total` where errors are not small.
+        measured: the noise that all quantizers together made, on a quarter of the rows or the first slice; far more than
+            :attr:`total` where errors are not small.
         unknown: sites from which no derivative leads to an output: an operator in between has none.
     """
 
@@ -75,7 +77,7 @@ def output_errors(
     Raises:
         ModelError: an operator has no gradient.
     """
-    watch, rows = _Watch(model, seed), 0
+    watch, rows = _Watch(model, seed, samples // _MEASURED), 0
     for batch in with_samples(batches):
         for part in _slices(model, batch, samples - rows):
             rows += watch.batch(*model.program(part))
@@ -156,14 +158,15 @@ def _backward(ends: list[Tensor], gradients: list[Tensor], inputs: list[Tensor])
 class _Watch:
     """Accumulates the noise of every site over batches."""
 
-    def __init__(self, model: SimulatedModel, seed: int) -> None:
+    def __init__(self, model: SimulatedModel, seed: int, measured: int) -> None:
         self._sites, self._quantize, self._graph = model.sites(), model.quantize, model.graph()
         self._generator = torch.Generator().manual_seed(seed)
         self._noise: dict[str, float] = {}
         self._shares: dict[tuple[str, int], Tensor] = {}
         self._met: dict[str, None] = {}
         self._leaves: list[Tensor] = []
-        self._measured, self._rows = 0.0, 0
+        self._rows, self._wanted = 0, measured
+        self._measured, self._measured_rows = 0.0, 0
         self._parts: list[list[OutputPart]] | None = None  # of each output; those of the first batch
 
     def found(self) -> OutputErrors:
@@ -175,7 +178,8 @@ class _Watch:
         )
         activations = {n: v for n, v in mean.items() if n not in weights and n not in constants}
         unknown = tuple(n for n in self._met if n not in mean)
-        return OutputErrors(activations, weights, unknown, self._measured / rows, constants)
+        measured = self._measured / max(self._measured_rows, 1)
+        return OutputErrors(activations, weights, unknown, measured, constants)
 
     def batch(self, program: Program, state: State) -> int:
         """Add one batch; returns how many rows its outputs had."""
@@ -189,7 +193,9 @@ class _Watch:
         self._back(watched, begun, {v: self._direction(floats[v], p, count) for v, p in parts.items()}, floats)
         rows = max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
         self._rows += rows
-        self._measured += rows * self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
+        if not self._measured_rows or self._measured_rows < self._wanted:
+            found = self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
+            self._measured, self._measured_rows = self._measured + rows * found, self._measured_rows + rows
         for (site, _), share in self._shares.items():
             self._noise[site] = self._noise.get(site, 0.0) + rows * float(share.square().sum())
         self._shares = {}

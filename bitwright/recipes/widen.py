@@ -9,6 +9,7 @@ The cost of raising a quantizer above eight bits is the share of the model's wor
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -212,6 +213,8 @@ class WidenReport(Tabular):
         raised: the quantizers with more bits.
         too_dear: those that make as much noise and did not fit the allowance.
         errors: the estimate that it follows from.
+        gain: dB of noise that it takes away by this estimate; 0 where the outputs are noise, which no estimate of first order
+            describes.
     """
 
     _rows = "raised"
@@ -219,6 +222,7 @@ class WidenReport(Tabular):
     raised: tuple[Widened, ...] = ()
     too_dear: tuple[Widened, ...] = ()
     errors: OutputErrors = field(default_factory=OutputErrors, repr=False)
+    gain: float = 0.0
 
     @property
     def changed(self) -> bool:
@@ -290,7 +294,7 @@ def widen(
     errors = output_errors(model, batches, samples=samples, seed=seed)
     candidates = _Candidates(model, bits, times)
     allowed = _Allowed(allowance, memory, *((0.0, _HALF) if times is None else (enough, _WHOLE)))
-    left = sum(errors.activations.values()) + weights * sum(errors.weights.values())
+    left = before = sum(errors.activations.values()) + weights * sum(errors.weights.values())
     raised: dict[int, Widened] = {}
     too_dear: dict[int, Widened] = {}
     waiting = candidates.noises(errors)
@@ -310,7 +314,9 @@ def widen(
         raised[key] = mine
         too_dear = {}  # beside a raised value another may cost less
         candidates.put_in_force(key, mine)
-    return WidenReport(tuple(raised.values()), tuple(too_dear.values()), errors)
+    known = raised and left > 0 and errors.measured <= _DROWNED
+    gain = 10 * math.log10(before / left) if known else 0.0
+    return WidenReport(tuple(raised.values()), tuple(too_dear.values()), errors, gain)
 
 
 def _check(bits: int | None, **shares: float) -> None:

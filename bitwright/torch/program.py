@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitwright.core.graph.graph import Graph, Value
 from bitwright.core.graph.operators import op_row
+from bitwright.core.graph.recurrence import RECURRENT
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
@@ -39,6 +40,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.interception.intercept import ACCESS, Frame, Handler, Key
 from bitwright.torch.interception.record import READS, Slot
 from bitwright.torch.quantizers.quantizer import Quantizer
+from bitwright.torch.quantizers.sequences import OnGrid, StepFunctions
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.simulate import CallPlan
 
@@ -274,7 +276,11 @@ class _Inside:
 
     def __call__(self, tensors: Sequence[Tensor], quantize: Quantize) -> Sequence[Tensor]:
         args, kwargs = self.template
-        inside = {name: functools.partial(quantize, site) for name, site in self.sites.items()}
+        model = getattr(quantize, "__self__", None)
+        if isinstance(model, TorchSimulation) and quantize == model.quantize and not torch.is_grad_enabled():
+            inside: Mapping[str, Any] = model.inside(self.sites)
+        else:
+            inside = {name: functools.partial(quantize, site) for name, site in self.sites.items()}
         return _Replay(recurrent.layer, (args, {**kwargs, "inside": inside}), False)(tensors)
 
 
@@ -363,13 +369,22 @@ class TorchSimulation:
 
     def quantize(self, site: str, x: Tensor) -> Tensor:
         """``x`` as the quantizer of ``site`` leaves it; the grid of a bias follows from those of its layer as they are now."""
+        quantizer = self._in_effect(site)
+        return x if quantizer is None or not x.is_floating_point() else quantizer(x)
+
+    def inside(self, sites: Mapping[str, str]) -> StepFunctions:
+        """The quantizers of the ``sites`` inside a recurrent layer, as the simulation runs them: the gates of a step at once."""
+        found = {name: self._in_effect(site) for name, site in sites.items()}
+        working = ((name, quantizer) for name, quantizer in found.items() if quantizer is not None)
+        return StepFunctions({name: q if name == RECURRENT else OnGrid(q) for name, q in working})
+
+    def _in_effect(self, site: str) -> Quantizer | None:
+        """The quantizer of ``site``, if it is on and has an encoding."""
         quantizer = self.sim.quantizers[site].quantizer
         assert isinstance(quantizer, Quantizer)
         if quantizer.derivation is not None:
             quantizer.derivation.refresh()
-        if not quantizer.enabled or quantizer.encoding is None or not x.is_floating_point():
-            return x
-        return quantizer(x)
+        return quantizer if quantizer.enabled and quantizer.encoding is not None else None
 
     def program(self, batch: Any) -> tuple[Program, State]:
         """The calls of one run; runs that make the same calls share one program.

@@ -21,6 +21,7 @@ from bitwright.core.numerics.granularity import PER_TENSOR, PerChannel
 from bitwright.core.numerics.ranges import RangeMethod, choose_range
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.torch.quantizers.fake_quantize import fake_quantize as quantize_tensor
+from bitwright.torch.quantizers.fake_quantize import for_steps
 from tests.support.processes import python
 
 f32 = np.float32
@@ -241,8 +242,14 @@ def test_a_range_chosen_at_run_time(case: str, bits: int) -> None:
         out = np.empty_like(x)
         function(x, out, f32(2**bits - 1), f32(SMALLEST_REACH))
         assert np.array_equal(out, expected, equal_nan=True)
-    found = quantize_tensor(torch.from_numpy(x).reshape(7, 100), encoding, None)
-    assert np.array_equal(found.numpy().reshape(-1), expected, equal_nan=True)
+    tensor = torch.from_numpy(x).reshape(7, 100)
+    with torch.no_grad():
+        steps = for_steps(tensor, encoding)
+    assert steps is not None and for_steps(tensor, encoding) is None  # no gradient flows through it
+    turned = tensor.reshape(100, 7).t()  # another layout of the same memory
+    found = [quantize_tensor(tensor, encoding, None), steps(tensor), steps(turned).t()]
+    for y in found:
+        assert np.array_equal(y.numpy().reshape(-1), expected, equal_nan=True)
 
 
 def test_gradients_pass_where_they_may() -> None:

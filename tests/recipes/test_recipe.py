@@ -31,7 +31,7 @@ class Fake:
 
     def __init__(self, **worth):
         self.worth, self.state, self.log, self.simulated = worth, 10.0, [], False
-        self.judge, self.changed, self.details = None, True, None
+        self.judge, self.changed, self.details, self.expected = None, True, None, 0.0
 
     def check(self, step):
         for option in step.options:
@@ -344,6 +344,17 @@ def test_a_judge_keeps_what_the_outputs_gain_by(caplog):
     ]  # fmt: skip
     assert "undone: gptq done; output 12.00 -> 11.50 dB" in str(report)
     assert str(report).endswith("outputs compared with float on 1 batch that neither calibration nor methods had seen")
+
+
+@pytest.mark.parametrize(
+    ("step", "expected", "asked"), [("widen", 0.4, 2), ("widen", 0.6, 0), ("gptq", 0.6, 2), ("equalize", 0.6, 2)]
+)
+def test_a_step_fitted_to_no_sample_is_not_measured_where_it_expects_much(step, expected, asked):
+    runner = Judged(**{step: 1.0})
+    runner.expected = expected
+    (outcome,) = run_recipe(parse_recipe([step]), runner)
+    assert outcome.kept and runner.state == 11.0 and runner.asked == asked
+    assert ("0.6 dB less noise by its estimate" in outcome.note) == (asked == 0)
 
 
 @pytest.mark.parametrize(

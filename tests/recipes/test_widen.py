@@ -243,7 +243,7 @@ def test_each_site_alone_makes_the_noise_that_was_estimated(calibrated):
         assert 0.5 < estimate / noise(sim, batches) < 2, name
     restore()
     assert 0.5 < errors.total / noise(sim, batches) < 2
-    assert errors.measured == pytest.approx(noise(sim, batches), rel=1e-2)
+    assert errors.measured == pytest.approx(noise(sim, batches[: len(batches) // 4]), rel=1e-2)
 
 
 @pytest.mark.parametrize("preset", ["w8a8", "w4a8"])

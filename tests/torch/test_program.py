@@ -222,3 +222,19 @@ def test_only_a_model_whose_calls_depend_on_shapes_alone_is_not_run_for_every_ba
     _RUNS.clear()
     model.program(torch.randn(5, 4))
     assert len(_RUNS) == 1, "other shapes are run"
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w8a16"])
+def test_quantizers_of_a_recurrent_layer_do_the_gates_at_once_or_one_by_one(preset: str) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(6, 24, batch_first=True)
+    batch = torch.randn(12, 5, 6)
+    sim = calibrated(QuantizationSimModel(layer, batch, preset=preset), [batch])
+    model = TorchSimulation(sim)
+    at_once = repeated(model, batch, quantized=True)
+    model.quantize = lambda site, x: TorchSimulation.quantize(model, site, x)  # type: ignore[method-assign]
+    one_by_one = repeated(model, batch, quantized=True)
+    with torch.no_grad():
+        expected = [t for _, t in flatten_tensors(sim.model(batch))]
+    for a, b, c in zip(at_once, one_by_one, expected, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, c)

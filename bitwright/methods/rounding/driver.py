@@ -240,22 +240,23 @@ class Walk:
     def shares(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor, float]]:
         """:meth:`inputs`, each with its batch's share of the data.
 
-        For the recurrent weights of a layer these are the hidden states of the step before, and the quantized ones in
-        both places: they change with the weights, so that weights which made up for their errors would make up for
-        errors that are no longer there. For experts as well: the two models may route a sample to different ones, so that
-        their rows are not pairs. After an operator that selects rows, as in the second stage of a detector, where proposals
-        may be others or stand in another order, a quantized row takes the place of a float row that does not belong to it.
+        For the recurrent weights of a layer these are the hidden states of the step before, of one model in both places:
+        the quantized ones change with the weights, so that weights which made up for their errors would make up for
+        errors that are no longer there. With weights of 8 bits they are those of the float model, which are hardly others and
+        take a fraction of the time; with fewer, which lost 0.1 dB then, the quantized ones. For experts the quantized ones are
+        in both places: the two models may route a sample to different ones, so that their rows are not pairs. After an
+        operator that selects rows, as in the second stage of a detector, where proposals may be others or stand in another
+        order, a quantized row takes the place of a float row that does not belong to it.
         """
+        spec = self.model.sites()[layer.site].spec
+        fine = spec is not None and isinstance(spec.format, IntFormat) and spec.format.bits >= _FINE
         for r in self.runs:
             span = r.program.span([layer.op])
             if span is not None:
-                last = span[1]
-                quantized = _reads(r.program, r.quantized, (r.quantized_at, last), layer, self.model.quantize)
-                real = (
-                    quantized
-                    if layer.reads_hidden or layer.is_routed
-                    else _reads(r.program, r.real, (r.real_at, last), layer, None, self._constants(r.program))
-                )
+                of_float = (r.program, r.real, (r.real_at, span[1]), layer, None, self._constants(r.program))
+                of_codes = (r.program, r.quantized, (r.quantized_at, span[1]), layer, self.model.quantize)
+                quantized = _reads(*(of_float if layer.reads_hidden and fine else of_codes))
+                real = quantized if layer.reads_hidden or layer.is_routed else _reads(*of_float)
                 if self.follows_selection(layer):
                     real = [_pairs_alone(x, x_q, layer) for x, x_q in zip(real, quantized, strict=True)]
                 yield from ((x, x_q, r.share) for x, x_q in zip(real, quantized, strict=True))
@@ -350,6 +351,7 @@ logger = logging.getLogger("bitwright")
 #: bytes of activations held in memory, unless told otherwise
 MEMORY_BUDGET = 4 << 30
 _OTHERS = 0.25  # of the variance of rows
+_FINE = 8  # bits of recurrent weights from which on hidden states are those of the float model
 _ROWS = 1024  # of layers with few inputs, such as depthwise ones: a hundred for each of nine inputs
 TREATED = (*TRAITS["layer"], "GroupedMatMul", *RECURRENT)
 
@@ -744,9 +746,9 @@ def apply(
 def _walked(
     walk: Walk, stretches: Sequence[Sequence[Unit]], progress: Callable[[Sequence[Unit]], Iterable[Unit]]
 ) -> Iterator[Unit]:
-    """Yield units in order; the walk enters a stretch before its first unit and leaves it after its last."""
+    """Yield units in order; the walk enters a stretch before its first unit and leaves it after its last, if others follow."""
     ops = {id(group[0]): [op for unit in group for op in unit.ops] for group in stretches}
-    last = {id(group[-1]): ops[id(group[0])] for group in stretches}
+    last = {id(group[-1]): ops[id(group[0])] for group in stretches[:-1]}
     for unit in progress([unit for group in stretches for unit in group]):
         if id(unit) in ops:
             walk.advance(ops[id(unit)])

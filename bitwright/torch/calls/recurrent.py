@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,6 +189,12 @@ class _Context(Context):
         function = self.inside.get(name)
         return x if function is None else function(x)
 
+    def quantize_steps(self, name: str, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """:meth:`quantize` for the tensors of all steps, which are like ``like``."""
+        make = getattr(self.inside.get(name), "for_steps", None)
+        found: Callable[[Tensor], Tensor] | None = None if make is None else make(like)
+        return partial(self.quantize, name) if found is None else found
+
     def activate(self, index: int, x: Tensor) -> Tensor:
         return self.functions[index](x)
 
@@ -236,6 +243,7 @@ def _in_steps(
     shares = x.unbind() if sizes is None else x.split(sizes)
     order = range(len(shares))[:: -1 if reverse else 1]
     stacked = _gates_at_once(ctx, initial[0])
+    quantize = None if stacked is None else ctx.quantize_steps(RECURRENT, initial[0])
     state, ended, hidden = initial, [], []
     if sizes is not None:
         state = _first_rows(initial, sizes[order[0]])
@@ -243,8 +251,8 @@ def _in_steps(
         if sizes is not None and sizes[t] != len(state[0]):
             state, over = _resize(state, initial, sizes[t])
             ended.extend(over)
-        if stacked is not None:
-            state = stacked(shares[t], ctx.product(ctx.quantize(RECURRENT, state[0])), state)
+        if stacked is not None and quantize is not None:
+            state = stacked(shares[t], ctx.product(quantize(state[0])), state)
         else:
             state = step(ctx.cell, ctx, ctx.by_gate(shares[t]), state, ctx.variant)
         hidden.append(state[0])

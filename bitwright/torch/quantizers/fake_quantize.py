@@ -16,7 +16,7 @@ This module also lists the devices on which reading a number makes the program w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -484,6 +484,26 @@ def _by_own_range(x: torch.Tensor, encoding: Encoding) -> torch.Tensor | None:
     out, target = _room(x, source, None)
     compiled.quantize_by_own_range(source, target, np.float32(fmt.qmax), np.float32(affine.SMALLEST_REACH))
     return out
+
+
+def for_steps(like: torch.Tensor, encoding: Encoding) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """:func:`fake_quantize` for the tensors of many steps, which are like ``like`` and choose their ranges at run time.
+
+    What it depends on is looked up once. ``None`` where a gradient is needed or no compiled loop applies.
+    """
+    if torch.is_grad_enabled() or not encoding.dynamic or _by_own_range(like, encoding) is None:
+        return None
+    compiled = loops()
+    assert compiled is not None and isinstance(encoding.format, IntFormat)
+    numbers = np.float32(encoding.format.qmax), np.float32(affine.SMALLEST_REACH)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        compiled.quantize_by_own_range(x.detach().numpy().reshape(-1), out.numpy().reshape(-1), *numbers)
+        return out
+
+    return run
 
 
 def _without_fast_path(x: torch.Tensor, encoding: Encoding, grid: Grid | None, needs_grad: bool) -> torch.Tensor:

@@ -25,6 +25,7 @@ from bitwright.torch.quantizers.fake_quantize import (
     columns,
     columns_grid,
     fake_quantize,
+    for_steps,
     is_fast,
     is_plain,
     make_grid,
@@ -209,6 +210,12 @@ class Quantizer(core.Quantizer):
                 return scale  # what is made of stand-ins must not be kept
             self._scales[device] = known = encoding, scale
         return known[1]
+
+    def for_steps(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """This quantizer for many tensors like ``like``, where looking up once what it depends on saves time; else ``None``."""
+        if self._encoding is None or self._spec.recent is not None or self.role == "bias":
+            return None
+        return for_steps(like, self.required)
 
     def plain_grid(self, x: torch.Tensor, *, learned: bool = False) -> Grid | None:
         """The grid, where a call only rounds ``x`` to a grid with one scale; else ``None``.
