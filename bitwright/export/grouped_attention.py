@@ -26,6 +26,7 @@ from bitwright.export.qdq.forms import Builder, Place, before
 from bitwright.export.qdq.markers import move_uses
 
 DOMAIN, OP_TYPE = "com.microsoft", "GroupQueryAttention"
+_MULTIPLE = 8  # of the channels of a head, in kernels of ONNX Runtime
 _MOVES = frozenset(("Unsqueeze", "Expand", "Reshape", "Transpose"))
 
 
@@ -146,6 +147,10 @@ def _attention(ends: dict[str, ir.Value], names: CacheNames, stored: Mapping[str
     assert query is not None
     if query.shape is None or not all(isinstance(query.shape[i], int) for i in (1, 3)):
         raise _Otherwise("the numbers of heads are not in the file")
+    if int(query.shape[3]) % _MULTIPLE:  # type: ignore[arg-type]
+        raise _Otherwise(
+            f"heads of {query.shape[3]} channels are none of its kernel, which takes multiples of {_MULTIPLE}"
+        )
     turns = (turn_keys, turn_values)
     return _Attention(query, key, value, scale, softcap, result, (of_keys, of_values), turns)
 

@@ -289,3 +289,12 @@ def test_a_damaged_record_of_what_was_generated_is_named(tmp_path: Path) -> None
     path.write_text('{"model": "model.onnx"}')
     with pytest.raises(ExportError, match="model_generation.json: it is not what export_decoder writes: KeyError"):
         read_generation(path)
+
+
+@pytest.mark.slow
+def test_heads_of_a_size_without_a_kernel_stay_in_plain_operators(tmp_path: Path) -> None:
+    sim = simulation(decoder(num_hidden_layers=1, head_dim=12))
+    made = export_decoder(sim, tmp_path, tokens=2)
+    assert not made.grouped
+    assert "because heads of 12 channels are none of its kernel, which takes multiples of 8" in str(made.notes)
+    assert verify_folder(tmp_path).ok
