@@ -19,7 +19,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,17 @@ from bitwright.methods.attention import Attention, find_attention
 from bitwright.methods.front_end import Correctable
 from bitwright.methods.layers import Array, Group, Layer, Layers, Refused, log_refused, sift
 from bitwright.methods.rounding.driver import Run, Store, Walk
-from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step, Unit, block_units, run, run_step
+from bitwright.methods.rounding.program import (
+    Program,
+    Quantize,
+    SimulatedModel,
+    State,
+    Step,
+    Unit,
+    block_units,
+    run,
+    run_step,
+)
 from bitwright.methods.scaling.awq import value_groups
 from bitwright.methods.scaling.smooth import TIES, linear_groups, smoothing_factors
 from bitwright.tables import Tabular, counted
@@ -171,6 +180,8 @@ class LearnedScales(Tabular):
         attentions: whose keys and queries have.
         shifted: how many of the groups are shifted too.
         refused: groups without, with the reasons.
+        judged: error of the model's outputs over their power, before and after; ``None`` where activations have calibrated
+            ranges. Nothing is changed where the latter is larger.
     """
 
     _rows = "groups"
@@ -180,6 +191,7 @@ class LearnedScales(Tabular):
     attentions: tuple[Attention, ...] = ()
     shifted: int = 0
     refused: tuple[Refused, ...] = ()
+    judged: tuple[float, float] | None = None
 
     @property
     def changed(self) -> bool:
@@ -197,6 +209,11 @@ class LearnedScales(Tabular):
             *(f"  scaled {group}" for group in self.groups),
             *(f"  left   {refused}" for refused in self.refused),
         ]
+        if self.judged is not None:
+            kept = "" if self.changed else ", so that NOTHING is scaled"
+            lines.insert(
+                1, f"  error of the model's outputs {self.judged[0]:.3g} -> {self.judged[1]:.3g} of their power{kept}"
+            )
         return "\n".join(lines)
 
 
@@ -545,8 +562,7 @@ def learn(
     stepped = model()
     learner = _Learner(sim, stepped, settings, seed)
     groups, refused = learner.candidates()
-    outputs = partial(_outputs, model, batches[0])
-    check = _check(outputs)
+    check = _check(lambda: _outputs(model(), batches[0]))
     ties = _ties(sim, learner.scored(), check)
     items: list[_Learned] = [_scaling(group, learner._can_shift(group)) for group in groups]
     items += learner.balances(ties)
@@ -562,21 +578,43 @@ def learn(
             done += mine
         learner.leave(walk, unit, mine)
     kept, rejected = sift(done, lambda some: _merge(sim, some), check)
-    _merge(sim, kept)
-    _choose_ranges(stepped, kept)
+    judged = _put(sim, model, kept, batches)
+    if judged is not None and not judged[1] <= judged[0]:
+        rejected, kept = [*rejected, *((item, "the outputs of the model would lose") for item in kept)], []
     left = [Refused(item.first, "the layers that read it are in several blocks") for item in items if item not in done]
-    report = _report(blocks, kept, [*refused, *left, *(Refused(item.first, reason) for item, reason in rejected)])
+    report = _report(
+        blocks, kept, [*refused, *left, *(Refused(item.first, reason) for item, reason in rejected)], judged
+    )
     log_refused(report.refused, "scaled", changed=report.changed, without=", as nothing that layers share is quantized")
     return report
 
 
+def _put(
+    sim: Correctable, model: Callable[[], SimulatedModel], kept: Sequence[_Learned], batches: Sequence[Any]
+) -> tuple[float, float] | None:
+    """Merge what was learned, unless the outputs of the model lose; returns their error before and after."""
+    stepped = model()
+    judge = _judge(stepped, batches) if kept else None
+    before = None if judge is None else judge(stepped)
+    undo = _merge(sim, kept)
+    _choose_ranges(stepped, kept)
+    if judge is None or before is None:
+        return None
+    after = judge(model())
+    if not after <= before:
+        undo()
+        _choose_ranges(stepped, kept)
+    return before, after
+
+
 def _report(
-    blocks: Mapping[str, tuple[float, float]], kept: Sequence[_Learned], refused: Sequence[Refused]
-) -> LearnedScales:
+    blocks: Mapping[str, tuple[float, float]], kept: Sequence[_Learned], refused: Sequence[Refused],
+    judged: tuple[float, float] | None,
+) -> LearnedScales:  # fmt: skip
     scalings = [item for item in kept if isinstance(item, _Scaling)]
     attentions = tuple(item.heads for item in kept if isinstance(item, _Balance))
     shifted = sum(item.shift is not None for item in scalings)
-    return LearnedScales(blocks, tuple(item.group for item in scalings), attentions, shifted, tuple(refused))
+    return LearnedScales(blocks, tuple(item.group for item in scalings), attentions, shifted, tuple(refused), judged)
 
 
 def _linear_ops(layers: Layers) -> list[str]:
@@ -594,14 +632,30 @@ def _scaling(group: Group, shift: bool) -> _Scaling:
     )
 
 
-def _outputs(model: Callable[[], SimulatedModel], batch: Any) -> list[Array]:
-    """Outputs of the float model."""
-    program, state = model().program(batch)
+@torch.no_grad()
+def _outputs(model: SimulatedModel, batch: Any, quantize: Quantize | None = None) -> list[Array]:
+    """Outputs of the model, in float unless there are quantizers."""
+    program, state = model.program(batch)
     held = dict(state)
-    with torch.no_grad():
-        for step in program.steps:
-            held.update(zip(step.writes, run_step(step, held, program.constants), strict=True))
+    for i, step in enumerate(program.steps):
+        program.settle(held, i, run_step(step, held, program.constants, quantize), program.outputs)
     return [held[v].float().cpu().numpy() for v in program.outputs if v in held]
+
+
+def _judge(model: SimulatedModel, batches: Sequence[Any]) -> Callable[[SimulatedModel], float] | None:
+    """The error of a simulation's outputs over their power; ``None`` where ranges of activations must be found anew first."""
+    ends = [site for site in model.sites().values() if site.enabled and site.role in ("input", "output")]
+    if any(site.spec is not None and not site.spec.dynamic for site in ends):
+        return None
+    wanted = [_outputs(model, batch) for batch in batches]
+    power = sum(float(np.square(y, dtype=np.float64).sum()) for out in wanted for y in out) or 1.0
+
+    def error(now: SimulatedModel) -> float:
+        found = (_outputs(now, batch, now.quantize) for batch in batches)
+        pairs = (pair for out, want in zip(found, wanted, strict=True) for pair in zip(out, want, strict=True))
+        return sum(float(np.square(f - y, dtype=np.float64).sum()) for f, y in pairs) / power
+
+    return error
 
 
 def _check(outputs: Callable[[], list[Array]]) -> Callable[[], str | None]:

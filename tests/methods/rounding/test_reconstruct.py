@@ -23,7 +23,7 @@ from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.driver import Cache, Choice, RoundingReport, Store, Walk
 from bitwright.methods.rounding.program import block_units, layer_units
 from bitwright.methods.rounding.reconstruct import BlockProblem, Settings, optimise
-from bitwright.torch import QuantizationSimModel, apply_reconstruction
+from bitwright.torch import QuantizationSimModel, apply_reconstruction, learn_scales
 from bitwright.torch.program import TorchSimulation
 from tests.support.cost import steps
 from tests.support.simulations import calibrated
@@ -505,6 +505,8 @@ def test_layers_that_hold_codes_are_refused(method):
     sim = QuantizationSimModel(model, x, preset="w4")
     with pytest.raises(ConfigError, match=f"{method}: 1 layer with codes instead of float weights, 0 first"):
         apply_reconstruction(sim, [x], method)
+    with pytest.raises(ConfigError, match="learn_scales: 1 layer with codes instead of float weights, 0 first"):
+        learn_scales(sim, [x])
 
 
 class Tied(nn.Module):

@@ -16,6 +16,7 @@ import bitwright.torch as bt
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import Preset, dynamic_spec, weight_spec
 from bitwright.errors import CalibrationError, ConfigError
+from bitwright.methods.rounding import scales
 from bitwright.methods.rounding.scales import through
 from tests.methods.transformer import Decoder, tokens, with_outliers
 
@@ -54,6 +55,10 @@ def test_the_function_stays_and_the_error_falls(front_end: str) -> None:
     assert len(report.groups) == 4 and report.shifted == 3 and len(report.attentions) == 1
     assert report.changed and all(after <= start for start, after in report.blocks.values())
     assert float(np.square(run() - wanted).sum()) < 0.5 * before
+    assert report.judged is not None
+    np.testing.assert_allclose(
+        report.judged, np.array([before, np.square(run() - wanted).sum()]) / np.square(wanted).sum(), rtol=1e-3
+    )
     for site in sim.quantizers.values():
         site.enabled = False
     np.testing.assert_allclose(run(), wanted, rtol=1e-3, atol=1e-3)
@@ -78,6 +83,17 @@ def test_what_cannot_be_scaled_has_a_reason() -> None:
         bt.learn_scales(sim, [X], iterations=0)
     with pytest.raises(ConfigError, match="lr: it is -1.0"):
         bt.learn_scales(sim, [X], lr=-1.0)
+
+
+def test_a_model_whose_outputs_would_lose_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, run = made("torch", Decoder())
+    before, state = run(), {name: value.clone() for name, value in sim.model.state_dict().items()}
+    errors = iter((0.1, 0.2))
+    monkeypatch.setattr(scales, "_judge", lambda model, batches: lambda now: next(errors))
+    report = bt.learn_scales(sim, [X], iterations=1, progress=False)
+    assert not report.changed and "0.1 -> 0.2 of their power, so that NOTHING is scaled" in str(report)
+    assert all(torch.equal(value, state[name]) for name, value in sim.model.state_dict().items())
+    np.testing.assert_array_equal(run(), before)
 
 
 def test_calibrated_ranges_of_16_bits_follow() -> None:
