@@ -73,10 +73,12 @@ fitted matrices in front of down projections, `transform+` in front of queries, 
 low-rank branches of rank 4 beside the layers, whose bits (16 a number) are counted. Rows `float zero` have real zero points,
 `a4u` activations with zero points; vectors (`vq`) are rounded to nearest by k-means. `w8a8 static` quantizes embedding and
 output layer too. Other tools: hqq 0.2.8 has groups of 43 in the down projections, whose 172 inputs 32 does not divide, torchao
-groups of 4 there, and ModelOpt no zero points. ModelOpt's NVFP4 runs with CUDA only, and NNCF was not measured. AutoRound 0.16
-(50 steps) leaves layers in float whose sizes 32 does not divide: here its MLPs have zeros for 20 more channels. `autoround` is
-level with it at the same steps, and `gptq` in an eighth of the time. `distilled` trains the rounded weights towards the float
-outputs for 200 steps.
+groups of 4 there, and ModelOpt no zero points. NNCF 3.4 has groups of 4 there too; its AWQ and scale estimation left more than
+the row without (3.735 and 3.736 against 3.726 on 32 rows of 128 tokens), and its GPTQ takes no torch models. ModelOpt's NVFP4
+runs with CUDA only. AutoRound 0.16 (50 steps) leaves layers in float whose sizes 32 does not divide: here its MLPs have zeros
+for 20 more channels. `autoround` is level with it at the same steps, and `gptq` in an eighth of the time. `scales` are the
+learned factors of OmniQuant, `clipping` its learned ranges, 50 steps a block each. `kv int4 rotated` has a Hadamard matrix in
+front of the grids of keys. `distilled` trains the rounded weights towards the float outputs for 200 steps.
 
 Command: `make bench-llm`, row by row on cores that other work shared."""
 BUILD = Path(__file__).parent.parent / "build"
