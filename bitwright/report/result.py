@@ -50,6 +50,12 @@ _LITTLE = 0.01  # share of an output that differs between samples, below which t
 _NO_SHARE = -200.0  # dB, below which the noise in per cent of the output says nothing
 
 
+_ADVICE_FOR_OFFSETS = (
+    'try config_file={"rules": [{"match": "*", "model_output": "uint16"}]}, or None for float, if the output lies far from zero; '
+    "or held-out samples that differ more"
+)
+
+
 def _output(name: str) -> str:
     return name if name.startswith("output") else f"output {name}"
 
@@ -144,11 +150,15 @@ class Reported(Tabular):
 
     def _uncertain(self, worst: PartQuality) -> str:
         """Why other data may be poor though the samples that judge are not; empty where their interval says that they are not."""
-        noisiest = max(self.quality.parts, key=lambda part: part.noise_of_varying or 0.0)
-        if (noisiest.noise_of_varying or 0.0) > 1:
+        if self._noise_exceeds_variation:
+            noisiest = max(self.quality.parts, key=lambda part: part.noise_of_varying or 0.0)
             return f"the noise of {_output(noisiest.name)} is larger than what differs between samples"
         few = self._few_samples(worst)
         return f"{few}: more held-out samples would tell" if few else ""
+
+    @property
+    def _noise_exceeds_variation(self) -> bool:
+        return any((part.noise_of_varying or 0.0) > 1 for part in self.quality.parts)
 
     def _few_samples(self, worst: PartQuality) -> str:
         """Why the samples that judge are too few; empty where they are not."""
@@ -192,9 +202,9 @@ class Reported(Tabular):
 
     @property
     def advice(self) -> str:
-        """Suggestions for a poor result; empty otherwise."""
+        """Suggestions for a poor result, or one whose noise is larger than what differs between samples; empty otherwise."""
         if not self.poor:
-            return ""
+            return _ADVICE_FOR_OFFSETS if self._noise_exceeds_variation else ""
         bits = _counted(self.sim, lambda site: site.role in ("input", "output"))[2]
         wider = 'preset="w8a16" (16-bit activations), ' if 16 not in bits and "16-bit" not in self.tried else ""
         more = "" if not self.quality.seen else "five or more batches, "

@@ -148,6 +148,11 @@ def test_noise_that_hides_what_differs_between_samples_is_said(front_end, offset
     assert worst.sqnr > 30
     assert ("what differs between samples" in said) is (offset > 0)
     assert ("UNCERTAIN, the noise of output" in said) is (offset == 300.0)
+    assert ('{"rules": [{"match": "*", "model_output": "uint16"}]}' in result.advice) is (offset == 300.0)
+    if offset == 300.0:  # as it advises
+        rules = {"rules": [{"match": "*", "model_output": "uint16"}]}
+        better = quantized(front_end, model, data(10), recipe=["fold"], config_file=rules)
+        assert not better.advice and better.quality.worst.noise_of_varying < 0.1
     if offset:
         expected = torch.cat([model(x) for x in data(10)]).detach().double()
         assert worst.varying == pytest.approx(float(expected.var(0).sum() / expected.square().mean(0).sum()), rel=0.5)
