@@ -334,6 +334,7 @@ class FileForms:
         rest: type of what is not quantized; see :func:`bitwright.export.qdq.half.half_for`.
         edges: types of inputs and outputs; see :mod:`bitwright.export.edges`.
         opset, ir_version: of the written files; see :func:`bitwright.export.opsets.bring_to`.
+        external: whether large tensors lie in a second file; see :func:`bitwright.export.files.onnx_file.save_model`.
     """
 
     encoding_version: str
@@ -348,6 +349,7 @@ class FileForms:
     edges: Edges = Edges()  # noqa: RUF009
     opset: int | None = None
     ir_version: int | None = None
+    external: bool | None = None
 
 
 def _refuse_centred(encodings: Mapping[str, Encoding]) -> None:
@@ -490,8 +492,8 @@ def _write(
     with atomic_files(folder, create=True, name=names["manifest"], stale=earlier) as staging:
         origin = _origin(sim, encodings, forms.target, data)
         write_origin(result.model, origin)
-        save_model(stripped.model, staging / names["float_model"])
-        result, grown = _save_small(result, stripped.model, staging, names["qdq"], names["float_model"])
+        save_model(stripped.model, staging / names["float_model"], external=forms.external)
+        result, grown = _save_small(result, stripped.model, staging, names["qdq"], names["float_model"], forms.external)
         notes += grown
         _forget_weights(result.model)
         records = _records(sim, encodings, tensors, with_bias=forms.encoding_version == "2.0.0")
@@ -588,21 +590,21 @@ def _self_check(
 
 
 def _save_small(
-    result: QdqResult, float_model: ir.Model, folder: Path, name: str, float_name: str
+    result: QdqResult, float_model: ir.Model, folder: Path, name: str, float_name: str, external: bool | None
 ) -> tuple[QdqResult, list[str]]:
     """Write the QDQ model, compacted where it would be larger than the float model; returns it, and notes."""
 
     def size(file: str) -> int:
         return sum(path.stat().st_size for path in folder.iterdir() if path.name in (file, f"{file}.data"))
 
-    save_model(result.model, folder / name)
+    save_model(result.model, folder / name, external=external)
     small, notes = size(float_name), []
     goal = small - described(float_model)  # a reader infers types and shapes, which files from elsewhere seldom hold
     if size(name) > goal:
         result = compact(result, float_model)
-        save_model(result.model, folder / name)
+        save_model(result.model, folder / name, external=external)
     if size(name) > small and forget_exporters_notes(result.model):
-        save_model(result.model, folder / name)
+        save_model(result.model, folder / name, external=external)
         notes.append(
             f"model: what torch.onnx noted on operators for debugging stands in {float_name} alone, to keep this file small"
         )

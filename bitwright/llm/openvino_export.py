@@ -74,10 +74,11 @@ def export_openvino(sim: QuantizationSimModel | nn.Module, folder: str | Path, *
     tokenizer = options.get("tokenizer")
     with tempfile.TemporaryDirectory() as room:
         options = {"target": "openvino_cpu", "samples": False, **options, "attention": "plain", "prefix": "model"}
-        made = export_decoder(sim, room, **options)
+        made = export_decoder(sim, room, **options, external=True)
         generation = read_generation(Path(room, "model_generation.json"))
         try:
-            model = openvino.convert_model(str(made.exported.qdq))
+            # maps its weights from the second file and folds none, so that half-precision ones are written as they are
+            model = openvino.Core().read_model(str(made.exported.qdq))
         except Exception as error:
             raise ExportError(
                 str(folder),
@@ -101,7 +102,7 @@ def make_stateful(model: Any, generation: Generation) -> None:
     """Turn the cache into states, in place, by OpenVINO's own pass; they start empty, and ``beam_idx`` selects rows.
 
     Args:
-        model: of ``openvino.convert_model``.
+        model: of ``openvino.Core().read_model``.
         generation: names the inputs and outputs of the cache.
     """
     from openvino import PartialShape, Type, opset13, passes

@@ -245,13 +245,15 @@ def signed(weight: PackedWeight) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def halves(codes: NDArray[Any]) -> NDArray[np.uint8]:
     """Codes ``[O, I]`` of four bits or less, two in a byte, ``[O, I / 2]``, the first in the lower bits; signed ones plus 8."""
-    shift = np.uint8(8 if codes.dtype == np.int8 else 0)
-    bits = codes.view(np.uint8) if codes.dtype == np.int8 else codes
-    low, high = bits[:, ::2] + shift, bits[:, 1::2] + shift
-    low &= 15
-    high <<= 4
+    # two codes as one number: of its bytes the first code is the lower one
+    pairs = np.ascontiguousarray(codes).view("<u2")
+    high = pairs >> 4
+    high &= 0xF0
+    low = pairs & 0x0F
     low |= high
-    return low
+    if codes.dtype == np.int8:
+        low ^= 0x88  # plus 8, of four bits
+    return low.astype(np.uint8)
 
 
 def unhalved(pairs: NDArray[np.uint8], fmt: Format) -> NDArray[Any]:

@@ -816,9 +816,11 @@ def _nearest(part: Part, raw: Callable[..., Tensor], spec: QuantSpec | None) -> 
         return PackedWeight.nearest(part.name, raw(part.name).float(), spec)
     codes = scale = zero_point = None
     shifts: list[Any] = []
+    room = torch.empty(rows, part.shape[1])
     for start in range(0, part.shape[0], rows):
         piece = slice(start, start + rows)
-        made = PackedWeight.nearest(part.name, raw(part.name, piece).float(), spec)
+        given = raw(part.name, piece)
+        made = PackedWeight.nearest(part.name, room[: len(given)].copy_(given), spec)
         if codes is None or scale is None or zero_point is None:
             codes = np.empty(part.shape, made.codes.dtype)
             scale, zero_point = (

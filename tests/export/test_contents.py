@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -328,3 +329,16 @@ def test_provenance_that_is_not_utf8_is_shown_with_its_faulty_bytes_replaced(tmp
     content = model.SerializeToString().replace(b"default rules", b"default r\xf5les")
     (tmp_path / "m.onnx").write_bytes(content)
     assert read_origin(tmp_path / "m.onnx") == {"rules": "default r\ufffdles"}
+
+
+def test_large_tensors_lie_in_a_second_file_where_that_is_asked_for(tmp_path: Path) -> None:
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    sim = calibrated(TorchSim(nn.Linear(512, 256), x, preset="w8"))
+    made = sim.export(tmp_path / "torch", "net", x, external=True)
+    again = calibrated(QuantizationSimModel(str(made.float_model), preset="w8"))
+    for exported in (made, again.export(tmp_path / "onnx", "net", external=True)):
+        names = {path.name for path in exported.files if path.suffix == ".data"}
+        assert names == {"net.onnx.data", "net_float.onnx.data"}
+        session = onnxruntime.InferenceSession(str(exported.qdq), providers=["CPUExecutionProvider"])
+        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        np.testing.assert_allclose(found, sim.model(x).detach().numpy(), rtol=1e-4, atol=1e-4)

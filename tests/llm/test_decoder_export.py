@@ -153,6 +153,7 @@ def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
     assert len(model.get_sinks()) == 4, "a key and a value of each layer"
     weights = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
     assert sum(node.get_output_element_type(0) == openvino.Type.i4 for node in weights) == 14
+    assert not list(tmp_path.glob("*.onnx*"))
     compiled = openvino.compile_model(model, "CPU", AS_SIMULATED)
     for generated in made.generated:
         request, tokens, past = compiled.create_infer_request(), list(generated.prompt), 0
@@ -166,6 +167,23 @@ def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
             }
             assert int(np.argmax(request.infer(feeds)["logits"][0, -1])) == expected
             tokens, past = [expected], past + new
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_openvino_is_given_weights_of_half_precision_as_they_are(tmp_path: Path) -> None:
+    """Mapped from the file of weights and not folded to float32: the IR has no larger constants than the model."""
+    openvino = pytest.importorskip("openvino")
+    from bitwright.llm import export_openvino
+
+    made = export_openvino(simulation(decoder(num_hidden_layers=1, vocab_size=512).bfloat16()), tmp_path)
+    model = openvino.Core().read_model(made.model)
+    large = [n for n in model.get_ops() if n.get_type_name() == "Constant" and sum(n.get_output_shape(0)) > 512]
+    assert {n.get_output_element_type(0) for n in large} == {openvino.Type.bf16} and len(large) == 2
+    engine = open_engine(tmp_path)
+    for generated in made.generated:
+        found = tuple(engine.generate(generated.prompt, len(generated.tokens)))
+        assert found == generated.tokens or min(generated.margins) < 1e-4
 
 
 def _int8_cache(key: str, value: str, rotated: bool = False) -> dict[str, Any]:

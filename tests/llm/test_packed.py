@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from bitwright.core.numerics.formats import FLOAT_FORMATS
+from bitwright.core.numerics.affine import quantize
+from bitwright.core.numerics.formats import FLOAT_FORMATS, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.spec import PRESETS, QuantSpec
+from bitwright.core.numerics.spec import PRESETS, QuantSpec, find_preset
 from bitwright.errors import ConfigError, GranularityError
 from bitwright.llm import FloatWeight, PackedWeight, packed_weights
-from bitwright.llm.packed import float_bits, float_values, plans
+from bitwright.llm.packed import float_bits, float_values, halves, plans, unhalved
 from bitwright.torch import QuantizationSimModel
 from tests.llm.models import prompts, tiny, weight_only
 from tests.support.simulations import calibrated
@@ -101,3 +102,25 @@ def test_floats_stay_what_they_are():
     sim = weight_only(tiny(LlamaConfig).bfloat16(), "w4g32")
     norm = next(weight for weight in packed_weights(sim) if weight.name == "model.norm.weight")
     assert isinstance(norm, FloatWeight) and norm.values.dtype == torch.bfloat16 and norm.plan.layout is None
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "int3"])
+def test_two_codes_are_one_byte(name):
+    fmt = IntFormat(int(name[-1]), signed=name.startswith("int"))
+    kind = np.int8 if fmt.signed else np.uint8
+    codes = np.random.default_rng(0).integers(fmt.qmin, fmt.qmax + 1, (5, 64)).astype(kind)
+    shifted = codes.astype(np.int64) + (8 if fmt.signed else 0)
+    assert np.array_equal(halves(codes), shifted[:, ::2] + 16 * shifted[:, 1::2])
+    assert np.array_equal(halves(codes[:, :32]), halves(codes)[:, :16]), "a view of longer rows"
+    assert np.array_equal(unhalved(halves(codes), fmt), codes)
+
+
+@pytest.mark.parametrize("preset", ["w4g32", "w4g32_asym", "w4_float_zero", "w8"])
+def test_codes_of_tensors_are_those_of_arrays_and_leave_the_tensor_as_it_was(preset):
+    """Torch computes them in one buffer, numpy in a new array for each operation."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 10
+    x[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    before = x.clone()
+    encoding = PackedWeight.nearest("w", before.nan_to_num(0, 3, -3), find_preset(preset).weight).encoding
+    assert np.array_equal(quantize(x, encoding).numpy(), quantize(x.numpy(), encoding))
+    assert torch.equal(x.nan_to_num(7), before.nan_to_num(7))

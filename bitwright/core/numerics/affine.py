@@ -522,8 +522,10 @@ def quantize(x: Array, enc: Encoding) -> Array:
     codes = _codes(x, enc).reshape(x.shape)
     if isinstance(enc.format, FloatFormat):
         return codes
-    xp = namespace(codes)
-    codes = xp.where(xp.isnan(codes), enc.format.qmin, codes)
+    if is_torch(codes):
+        codes = codes.nan_to_num_(enc.format.qmin)
+    else:
+        codes = np.where(np.isnan(codes), enc.format.qmin, codes)
     return cast(codes, storage_dtype(enc.format, torch=is_torch(x)))
 
 
@@ -755,9 +757,13 @@ def _codes(x: Array, enc: Encoding) -> Array:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # overflow saturates, NaN stays
         if isinstance(enc.format, FloatFormat):
             return cast(round_to_float(view / scale, enc.format), dtype)
+        if is_torch(x):  # in the memory of the quotient: each new tensor costs more than what is computed in it
+            codes = view / scale
+            codes = codes.round_().add_(zero_point) if enc.shift is None else codes.add_(zero_point).round_()
+            return codes.clamp_(enc.format.qmin, enc.format.qmax)
         if enc.shift is not None:
-            return namespace(x).clip(rint(view / scale + zero_point), enc.format.qmin, enc.format.qmax)
-        return namespace(x).clip(rint(view / scale) + zero_point, enc.format.qmin, enc.format.qmax)
+            return np.clip(rint(view / scale + zero_point), enc.format.qmin, enc.format.qmax)
+        return np.clip(rint(view / scale) + zero_point, enc.format.qmin, enc.format.qmax)
 
 
 def _values(codes: Array, x: Array, enc: Encoding, *, wide: bool) -> Array:

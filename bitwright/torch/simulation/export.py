@@ -169,6 +169,7 @@ def export_sim(
     output_names: Sequence[str] = (),
     opset: int | None = None,
     ir_version: int | None = None,
+    external: bool | None = None,
     samples: bool = True,
     measure_speed: bool = False,
     rewrite: Callable[[ir.Model], Sequence[str]] | None = None,
@@ -221,6 +222,8 @@ def export_sim(
             ``output``, ``output.<key>``.
         opset, ir_version: of the ONNX files, for compilers that read older ones: down to what the operators and formats of the
             model allow, and an error that names the operator where not. By default opset 21, and the version that it came with.
+        external: keep large tensors of the ONNX files in ``<name>.data`` beside them, which other programs map; ``None`` does so
+            from 1.5 GiB on.
         samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
         measure_speed: run the files beside the float model for about a second, and warn where they are slower on this machine;
             ``exported.speed`` has the ratio. Off by default: it takes as long as some small exports.
@@ -250,7 +253,7 @@ def export_sim(
     forms = FileForms(
         encoding_version=encoding_version, bias=bias_form(sim, bias), activation=activation, recurrent=recurrent,
         weight_only=weight_only, target=target, every_tensor=every_tensor, unsigned_weights=unsigned_weights, rest=rest,
-        edges=edges, opset=opset, ir_version=ir_version,
+        edges=edges, opset=opset, ir_version=ir_version, external=external,
     )  # fmt: skip
 
     def of_rows(result: QdqResult, rows: int | None) -> Samples:
