@@ -353,7 +353,7 @@ def cache_encodings(sim: Any) -> dict[str, tuple[Encoding, Encoding]]:
     """The encodings of a simulated model's cache, keys and values, by the name of the attention module.
 
     Raises:
-        ConfigError: only keys or only values are quantized, or the newest tokens stay in float.
+        ConfigError: only keys or only values are quantized, or the newest tokens stay in float, or they are rotated.
         CalibrationError: one of them has no encoding.
     """
     sites = {(site.op, site.port): site for site in sim.quantizers.values() if site.role == "input" and site.enabled}
@@ -369,14 +369,19 @@ def cache_encodings(sim: Any) -> dict[str, tuple[Encoding, Encoding]]:
 
 def _check_whole_cache(pair: Sequence[Any]) -> None:
     """Refuse the sites of one attention that files cannot say."""
-    window = any(site.spec.recent for site in pair)
-    if len(pair) < 2 or window:
+    why = ""
+    if len(pair) < 2:
+        why = "only one of keys and values is quantized"
+    elif any(site.spec.recent for site in pair):
+        why = "the newest tokens of the cache stay in float there"
+    elif any(site.spec.rotation is not None for site in pair):
+        why = "the cache is rotated there, which these files do not say"
+    if why:
         raise ConfigError(
             pair[0].name,
-            "the newest tokens of the cache stay in float there"
-            if window
-            else "only one of keys and values is quantized",
-            'quantize both, without recent: kv_cache={"key": "fp8", "value": "fp8"} with granularity per_tensor',
+            why,
+            'quantize both, without recent and rotated: kv_cache={part: {"format": "fp8", "granularity": "per_tensor"} for part '
+            'in ("key", "value")}',
         )
 
 

@@ -241,9 +241,10 @@ def test_transformers_runs_the_quantized_cache_of_the_simulation(name, granulari
     [
         ({"key": "fp8"}, "only one of keys and values is quantized"),
         ({"key": "fp8", "value": "fp8", "recent": 4}, "the newest tokens of the cache stay in float there"),
+        ({part: {"format": "fp8", "rotated": True} for part in ("key", "value")}, "the cache is rotated there"),
         ({"key": "int8", "value": "int8"}, "keys and values of the cache are not of one format, symmetric"),
     ],
-    ids=["keys", "window", "per-token"],
+    ids=["keys", "window", "rotated", "per-token"],
 )
 def test_caches_that_files_cannot_say_are_refused(kv_cache, why, tmp_path):
     sim = QuantizationSimModel(tiny(LlamaConfig), {"input_ids": prompts(1)}, preset="w8", kv_cache=kv_cache)
