@@ -108,12 +108,17 @@ def test_noise_that_a_later_rounding_repairs_hides_no_site(front_end):
     model = Hidden().eval()
     result, _ = quantized(front_end, model, data(6), "w4a8", target="packed")
     step = next(o for o in result.report if o.step.startswith("widen"))
-    assert step.kept and "16 bits at" in step.note and "with float weights" in step.note
-    assert step.sqnr[1] > step.sqnr[0] + 1
+    assert step.kept and "16 bits at" in step.note and "dB less noise by its estimate" in step.note
+    wider = {"widen": {"weights": 0.2}}
+    runs = [
+        quantized(front_end, model, data(6), "w4a8", recipe=["fold", *more, "gptq"], target="packed")[1]
+        for more in ([], [wider])
+    ]
+    assert decibels(model, runs[1]) > decibels(model, runs[0]) + 0.3
     alone, _ = quantized(front_end, model, data(6), "w4a8", recipe=["fold", "widen"], target="packed")
     assert "16 bits at" not in alone.report[1].note
     rounded = next(o for o in result.report if o.step.startswith("gptq"))
-    assert "with float weights" not in rounded.note and rounded.sqnr[0] < step.sqnr[1]
+    assert rounded.kept and rounded.sqnr[1] > rounded.sqnr[0]
     assert all(s.enabled for s in result.sim.quantizers.values() if s.role == "weight")
 
 
@@ -342,7 +347,8 @@ def test_the_default_recipe_runs_the_model_five_times_on_its_data():
 
 @both
 def test_the_simulation_that_judged_equalization_is_the_one_that_goes_on(front_end, monkeypatch):
-    """One simulation before the step and one after it; the one that goes on takes in the held-out data at the end."""
+    """One simulation before the step and one after it, on half of the data; the one that goes on takes in the other half, and the
+    held-out data at the end."""
     kind = bitwright.torch.QuantizationSimModel if front_end == "torch" else bitwright.onnx.QuantizationSimModel
     calibrated, compute = [], kind.compute_encodings
 
@@ -353,8 +359,8 @@ def test_the_simulation_that_judged_equalization_is_the_one_that_goes_on(front_e
     monkeypatch.setattr(kind, "compute_encodings", noted)
     result, _ = of_network(front_end, pictures(10))
     step = next(o for o in result.report if o.step.startswith("equalize("))
-    assert len({id(sim) for sim in calibrated}) == 2 and len(calibrated) == 3
-    assert result.sim is calibrated[1 if step.kept else 0] is calibrated[2]
+    assert len({id(sim) for sim in calibrated}) == 2 and len(calibrated) == 4
+    assert result.sim is calibrated[1 if step.kept else 0] is calibrated[2] is calibrated[3]
     assert result.plain is not None
 
 
