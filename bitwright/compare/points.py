@@ -26,14 +26,13 @@ from bitwright.compare.cut import (
     reads_constants,
     values_by_name,
 )
-from bitwright.core.graph.operators import TRAITS
+from bitwright.core.graph.operators import LENGTHS, TRAITS
 from bitwright.export.qdq.forms import after, before, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model
 
 Array = NDArray[Any]
 
 _FLOATS = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16))
-_OF_SHAPES = frozenset(("Shape", "Size"))
 Read = tuple[str, int]  # the first tensor that a reader makes, and the port at which it reads
 
 
@@ -123,7 +122,7 @@ def _without_values(model: ir.Model) -> tuple[set[ir.Node], set[ir.Node]]:
     for node in model.graph:
         if reads_constants(node, static):
             static.add(node)
-        if node in static or node.op_type in _OF_SHAPES or reads_constants(node, shaped):
+        if node in static or node.op_type in LENGTHS or reads_constants(node, shaped):
             shaped.add(node)
     return static, shaped
 

@@ -97,7 +97,7 @@ def noise_exceeds_variation(
         if all(y0.dtype.kind == "f" and y.shape == y0.shape for y0, y in zip(own, made, strict=True)):
             noise, signal = zip(*(noise_and_signal(y0, y) for y0, y in zip(own, made, strict=True)), strict=True)
             part = quality("output", noise, signal, varying_share(own, counts))
-            if part is not None and (part.noise_of_varying or 0.0) > 1:
+            if part is not None and part.noise_exceeds_variation:
                 return True
     return False
 

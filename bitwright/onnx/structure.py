@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph, Op, reached
+from bitwright.core.graph.operators import LENGTHS
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.qdq.markers import Names, move_uses
@@ -20,7 +21,6 @@ from bitwright.onnx.model.load import Loaded, clone_model, infer_shapes
 from bitwright.onnx.model.session import Providers, is_large, open_session, run_session, weights
 from bitwright.onnx.model.view import OnnxView, measure_shapes
 
-_OF_SHAPES = frozenset(("Shape", "Size"))
 #: attributes that say how wide a layer is, beside the shapes of its parameters
 _WIDTHS = {"LSTM": "hidden_size", "GRU": "hidden_size", "RNN": "hidden_size"}
 
@@ -175,7 +175,7 @@ class OnnxStructure(Structured):
 
         def sources(name: str) -> list[str]:
             op = graph.producer(name)
-            return [] if op is None or op.type in _OF_SHAPES else [source for _, source in op.sources()]
+            return [] if op is None or op.type in LENGTHS else [source for _, source in op.sources()]
 
         return reached([value], sources).isdisjoint(graph.inputs)
 

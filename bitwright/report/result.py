@@ -158,7 +158,7 @@ class Reported(Tabular):
 
     @property
     def _noise_exceeds_variation(self) -> bool:
-        return any((part.noise_of_varying or 0.0) > 1 for part in self.quality.parts)
+        return any(part.noise_exceeds_variation for part in self.quality.parts)
 
     def _few_samples(self, worst: PartQuality) -> str:
         """Why the samples that judge are too few; empty where they are not."""

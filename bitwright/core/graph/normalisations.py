@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.operators import TRAITS, op_row
+from bitwright.core.graph.operators import LENGTHS, TRAITS, op_row
 
 _MOST_TENSORS = 3  # that a form is a product of
 #: the elements stay what they are, under another shape
@@ -31,7 +31,6 @@ _POWERS: Mapping[str, tuple[float, bool]] = {
     **dict.fromkeys(("ReduceL1", "ReduceL2"), (1, True)), "ReduceSumSquare": (2, True), "Variance": (2, True),
 }  # fmt: skip
 _BOUNDS = frozenset(("Clip", "Max", "Min"))
-_LENGTHS = frozenset(("Shape", "Size"))  # a number of elements: as good as a constant
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class _Search:
         data = [v for v in op.inputs if v is not None]
         if not data or not op.outputs:
             return
-        if op.type in _LENGTHS or self.fixed.issuperset(data):
+        if op.type in LENGTHS or self.fixed.issuperset(data):
             self.fixed.update(op.outputs)
         elif op.type in _SAME:
             self._same(data[0], op.outputs[0])

@@ -35,6 +35,9 @@ Trait = Literal[
     "bodies",
 ]
 
+#: operators that read the lengths of a value and none of its numbers; they need no row in :data:`OPS`
+LENGTHS = frozenset(("Shape", "Size"))
+
 _IDENTITY = ("Identity", "Dropout", "Contiguous", "Clone")
 _RESHAPE = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _BIAS_PORT = ("Conv", "ConvTranspose", "Gemm")

@@ -274,6 +274,11 @@ class PartQuality:
         return math.inf if self.varying == 0 else 10 ** (-self.sqnr / 20) / math.sqrt(self.varying)
 
     @property
+    def noise_exceeds_variation(self) -> bool:
+        """Whether the noise is known to be larger than what differs between samples."""
+        return (self.noise_of_varying or 0.0) > 1
+
+    @property
     def few(self) -> bool:
         """Whether so few samples were seen that another one may lie far from all of them."""
         return self.units < _FEW

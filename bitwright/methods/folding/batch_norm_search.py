@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.operators import TRAITS
+from bitwright.core.graph.operators import LENGTHS, TRAITS
 from bitwright.core.simulation.float_model import AddBias, Bypass, FloatModel, Undo
 from bitwright.errors import ModelError
 from bitwright.methods.layers import Reversible, bn_affine, channel_axes, forward_obstacle, moments_of_layers
@@ -239,8 +239,6 @@ def in_execution_order(refusals: Iterable[Refusal], graph: Graph) -> list[Refusa
 #: layers with what moves elements between them and a chain; and what stands against them
 Beside = tuple[list[tuple[Op, Path]], str | None]
 
-#: what reads the lengths of a value and none of its numbers
-_MEASURES = frozenset({"Shape", "Size"})
 _KINDS = {
     "input": "an input of the model",
     "param": "a parameter",
@@ -376,7 +374,7 @@ def layers_after(facts: Facts, chain: Chain) -> Beside:
 
 def _number_readers(graph: Graph, value: str) -> list[tuple[Op, int]]:
     """Readers of a value's elements, without those that read only its shape."""
-    return [reader for reader in graph.consumers(value) if reader[0].type not in _MEASURES]
+    return [reader for reader in graph.consumers(value) if reader[0].type not in LENGTHS]
 
 
 def _leads_on(facts: Facts, op: Op, port: int) -> bool:
